@@ -1,0 +1,1055 @@
+"""ACCEL (2203.01302): level replay that also edits what it replays; parallel ACCEL (2311.12716).
+
+Regret-based evolution: small edits of levels at the frontier of what the student can do make new
+levels at the frontier, so that complexity grows from empty rooms.
+
+    initialise the student and an empty buffer
+    for each update:
+        choose N levels: replayed from the buffer with probability replay_prob, else fresh base levels
+        play T steps from zero recurrent state; when an episode ends, restart the same level
+        score each level; write the scores of replayed levels, let good fresh ones replace weak ones
+        learn with PPO if the levels were replayed
+        if they were: edit each into a child, play and score the children, let good ones into the buffer
+        now and then: evaluate on test mazes that were never trained on
+
+Parallel ACCEL plays [N fresh | N replayed | N children of the replayed] together in every cycle.
+Differs from plr.py in the children: phase 6 of the cycle, or in parallel mode the third block.
+
+Run        python accel.py --seeds 8        python accel.py --parallel
+From code  jax.jit(jax.vmap(make_train(Config())))(jax.random.split(jax.random.key(0), 8))
+
+Shapes     T steps, N levels, E copies that play each level, B = N * E trajectories, K buffer slots,
+           H core units, M test mazes. Time comes first: [T, B, ...]. make_train is for one seed.
+"""
+
+import csv
+import io
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache, partial
+from pathlib import Path
+from itertools import count
+from typing import Literal, NamedTuple, get_args, get_origin
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from flax import serialization, struct
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import amaze
+from s5 import S5
+
+
+SERIAL = {"lr": 3e-4, "ent_coef": 0.0}  # published defaults that differ by mode
+PARALLEL = {"lr": 1e-4, "ent_coef": 1e-3}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Flat. Every float may be a tracer: swept, vmapped. Ints, bools and strings are static."""
+
+    # PPO
+    lr: float | None = None  # Adam's learning rate; 3e-4, parallel 1e-4
+    anneal_lr: bool = False  # lower lr linearly, to 0 after num_updates
+    num_updates: int = 30_000  # cycles of the outer loop
+    num_envs: int = 32  # N, levels per cycle
+    num_evals: int = 1  # E, copies that play each level at once
+    num_steps: int = 256  # T, steps per trajectory and cycle
+    update_epochs: int = 5  # passes over the batch
+    num_minibatches: int = 1  # they split trajectories, never time
+    gamma: float = 0.999  # discount
+    gae_lambda: float = 0.98  # lambda of generalised advantage estimation
+    clip_eps: float = 0.2  # clip range of the probability ratio and of the value
+    ent_coef: float | None = None  # weight of the entropy bonus; 0, parallel 1e-3
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # the gradient's global norm is clipped to this
+    # student
+    rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # recurrent core; none: feed-forward
+    hidden_size: int = 256  # H, units of the core
+    s5_layers: int = 2  # S5 layers
+    s5_norm: Literal["after", "before", "none"] = "after"  # place of LayerNorm in an S5 layer
+    # levels
+    n_walls: int = 0  # wall cells drawn per level, with replacement
+    height: int = 13  # of the interior, without the outer wall
+    width: int = 13  # likewise
+    max_steps: int = 250  # time limit of an episode
+    see_through_walls: bool = True  # False: MiniGrid's occlusion
+    num_edits: int = 20  # edits that make a child of a replayed level; 0: no children, as plr.py
+    # level replay
+    robust: bool = True  # learn from replayed levels only
+    parallel: bool = False  # fresh, replayed and edited levels in one rollout; changes the defaults that say so
+    replay_prob: float = 0.8  # share of cycles that replay, once the buffer is warm; not if parallel
+    score: Literal[
+        "max_mc", "positive_value_loss", "l1_value_loss", "learnability", "oracle_regret"
+    ] = "max_mc"  # what makes a level worth replaying
+    temperature: float = 0.3  # beta: replay weight is rank^(-1/beta)
+    staleness_coef: float = 0.5  # rho: weight of age against score
+    buffer_size: int = 4000  # K, slots
+    min_fill: float = 0.5  # share of the slots that must be filled before levels are replayed
+    # evaluation
+    eval_interval: int = 50  # updates between evaluations; 0: never
+    eval_suite: str = "minimax"  # a suite, or maze names with commas between
+    eval_episodes: int = 10  # episodes per maze
+    # run
+    seed: int = 0  # the first seed
+    seeds: int = 1  # trainings, with seeds from the first on
+    seeds_at_once: int = 0  # trainings that share the devices' memory at once; 0: all
+    out: str = ""  # run folder; default: the next free runs/NAME-1, runs/NAME-2, ...
+    resume: bool = False  # go on with the run in --out
+    log_interval: int = 10  # updates between rows of logs.csv
+    checkpoint_interval: int = 250  # updates between checkpoints
+    archive_interval: int = 0  # updates between kept checkpoint_<update>.msgpack; 0: none
+    plot_interval: int = 500  # updates between pictures; 0: only at the end
+    devices: int = 0  # devices to use; 0: as many as deal evenly
+    shard: Literal["seeds", "levels"] = "seeds"  # what is dealt over the devices
+
+    def __post_init__(self):
+        for name, value in (PARALLEL if self.parallel else SERIAL).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+
+FLOATS = [f.name for f in fields(Config) if f.type in (float, float | None)]
+STATIC = [f.name for f in fields(Config) if f.name not in FLOATS]
+
+
+def flatten(config):
+    return [getattr(config, name) for name in FLOATS], tuple(getattr(config, name) for name in STATIC)
+
+
+def unflatten(static, floats):
+    config = object.__new__(Config)  # without its __init__: JAX also puts placeholders into leaves
+    vars(config).update(zip(FLOATS + STATIC, (*floats, *static)))
+    return config
+
+
+jax.tree_util.register_pytree_node(Config, flatten, unflatten)
+
+
+class Transition(NamedTuple):
+    obs: amaze.Observation  # o_t
+    is_first: jax.Array  # o_t opens an episode, bool
+    action: jax.Array  # a_t
+    log_prob: jax.Array  # log pi(a_t | o_<=t)
+    value: jax.Array  # V(o_<=t)
+    reward: jax.Array  # r_t
+    done: jax.Array  # a_t ended the episode, bool
+
+
+class Agent(NamedTuple):
+    params: dict
+    opt_state: tuple
+
+
+class Buffer(NamedTuple):
+    """K level slots; entries to be written to it have the same fields, one for each level [N]."""
+
+    level: amaze.Level  # [K, ...]
+    code: jax.Array  # [K, words] the level as bits
+    filled: jax.Array  # [K] bool; entries: some episode ended, so that there is a score
+    score: jax.Array  # [K]
+    max_return: jax.Array  # [K] the best ever seen
+    mean_return: jax.Array  # [K] when last played
+    n_actions: jax.Array  # [K] fewest actions to the goal, -1 if unsolvable
+    mutations: jax.Array  # [K] generations of edits since the base level
+    origin: jax.Array  # [K] number of the base level that it descends from
+    touched: jax.Array  # [K] cycle in which it was last sampled or inserted
+
+
+class RunnerState(struct.PyTreeNode):
+    """What the next update needs."""
+
+    rng: jax.Array  # the seed's key; update i uses fold_in(rng, i)
+    step: jax.Array  # [] updates done
+    grad_updates: jax.Array  # [] updates that learned
+    rollouts: jax.Array  # [] rollouts of N levels
+    student: Agent
+    buffer: Buffer
+
+
+# --- network
+
+PATCHES = np.arange(75).reshape(5, 5, 3)  # the cells of a flat image under a 3x3 kernel's 9 places
+PATCHES = np.lib.stride_tricks.sliding_window_view(PATCHES, (3, 3, 3)).reshape(9, 27)
+
+
+@jax.custom_vjp
+def lstm(carry, z, is_first, w):
+    """LSTM (Hochreiter 1997): inputs z = W x + b [T, B, 4H], recurrent w [H, 4H] -> carry, h [T, B, H].
+
+    Its gradient by hand: dw is one large product over all steps, a quarter less time than autodiff's
+    sum of T small ones."""
+    return lstm_forward(carry, z, is_first, w)[0]
+
+
+def lstm_forward(carry, z, is_first, w):
+    def step(carry, x):
+        z, keep = x
+        c, h = carry[0] * keep, carry[1] * keep  # [B, H], zero where o_t opens an episode
+        i, f, g, o = jnp.split(z + h @ w, 4, axis=-1)
+        i, f, g, o = nn.sigmoid(i), nn.sigmoid(f), jnp.tanh(g), nn.sigmoid(o)
+        c_next = f * c + i * g
+        tanh_c = jnp.tanh(c_next)
+        return (c_next, o * tanh_c), (o * tanh_c, (c, h, i, f, g, o, tanh_c))
+
+    keep = 1.0 - is_first[..., None]
+    carry, (hs, saved) = jax.lax.scan(step, carry, (z, keep))
+    return (carry, hs), (saved, keep, w)
+
+
+def lstm_backward(residuals, gradients):
+    def step(d_carry, x):
+        d_h, (c, h, i, f, g, o, tanh_c), keep = x
+        d_h = d_carry[1] + d_h
+        d_c = d_carry[0] + d_h * o * (1 - tanh_c**2)
+        d_z = [d_c * g * i * (1 - i), d_c * c * f * (1 - f), d_c * i * (1 - g**2)]
+        d_z = jnp.concatenate([*d_z, d_h * tanh_c * o * (1 - o)], axis=-1)
+        return (d_c * f * keep, d_z @ w.T * keep), d_z
+
+    (saved, keep, w), (d_carry, d_hs) = residuals, gradients
+    d_carry, d_z = jax.lax.scan(step, d_carry, (d_hs, saved, keep), reverse=True)
+    return d_carry, d_z, None, jnp.einsum("tbh,tbg->hg", saved[1], d_z)
+
+
+lstm.defvjp(lstm_forward, lstm_backward)
+
+
+def gru(carry, z, is_first, w):
+    """GRU (1406.1078): inputs z = W x + b [T, B, 3H], recurrent w [H, 3H] -> carry, h [T, B, H]."""
+
+    def step(h, x):
+        z, keep = x
+        h = h * keep
+        (zr, zu, zn), (hr, hu, hn) = jnp.split(z, 3, axis=-1), jnp.split(h @ w, 3, axis=-1)
+        r, u = nn.sigmoid(zr + hr), nn.sigmoid(zu + hu)
+        h = (1 - u) * jnp.tanh(zn + r * hn) + u * h
+        return h, h
+
+    return jax.lax.scan(step, carry, (z, 1.0 - is_first[..., None]))
+
+
+class GatedCore(nn.Module):
+    """LSTM or GRU. Every core: carry, x [T, B, I], is_first [T, B] -> carry, y [T, B, H]."""
+
+    rnn: str
+    size: int
+
+    def initial_carry(self, batch):
+        h = jnp.zeros((batch, self.size))
+        return (h, h) if self.rnn == "lstm" else h
+
+    @nn.compact
+    def __call__(self, carry, x, is_first):
+        scan, gates = {"lstm": (lstm, 4), "gru": (gru, 3)}[self.rnn]
+        z = nn.Dense(gates * self.size)(x)
+
+        def kernel(rng):  # orthogonal for each gate
+            rngs = jax.random.split(rng, gates)
+            orthogonal = nn.initializers.orthogonal()
+            return jnp.hstack([orthogonal(rng, (self.size, self.size)) for rng in rngs])
+
+        return scan(carry, z, is_first, self.param("recurrent", kernel))
+
+
+class FeedForward(nn.Module):
+    def initial_carry(self, batch):
+        return ()
+
+    def __call__(self, carry, x, is_first):
+        return carry, x
+
+
+def make_core(rnn, size, s5_layers, s5_norm):
+    if rnn == "s5":
+        return S5(d_model=size, ssm_size=size, n_layers=s5_layers, norm=s5_norm)
+    return FeedForward() if rnn == "none" else GatedCore(rnn, size)
+
+
+class ActorCritic(nn.Module):
+    """The student: obs, is_first [T, B] -> carry, logits [T, B, 7], V [T, B]; acting is T = 1."""
+
+    core: nn.Module
+
+    @nn.compact
+    def __call__(self, carry, obs, is_first):
+        orthogonal = nn.initializers.orthogonal
+        # a 3x3 convolution; as a product it stays one when it is vmapped over seeds
+        patches = obs.image.reshape(*is_first.shape, 75)[..., PATCHES] / 10.0  # [T, B, 9, 27]
+        x = nn.relu(nn.Dense(16, kernel_init=orthogonal(2**0.5), name="conv")(patches))
+        direction = nn.Embed(4, 5, embedding_init=orthogonal(1.0))(obs.direction)
+        x = jnp.concatenate([x.reshape(*is_first.shape, 144), direction], axis=-1)
+        carry, x = self.core(carry, x, is_first)
+        hidden = lambda: jnp.tanh(nn.Dense(32, kernel_init=orthogonal(2**0.5))(x))
+        logits = nn.Dense(amaze.NUM_ACTIONS, kernel_init=orthogonal(0.01))(hidden())
+        value = nn.Dense(1, kernel_init=orthogonal(1.0))(hidden())
+        return carry, logits, value[..., 0]
+
+
+# --- pure functions
+
+
+def gae(reward, value, last_value, done, gamma, gae_lambda):
+    """A_t = delta_t + gamma lambda (1 - d_t) A_{t+1} (1506.02438, eq. 16), advantages [T, B]."""
+
+    def step(carry, x):
+        advantage, next_value = carry
+        reward, value, keep = x
+        delta = reward + gamma * next_value * keep - value
+        advantage = delta + gamma * gae_lambda * keep * advantage
+        return (advantage, value), advantage
+
+    carry = (jnp.zeros_like(last_value), last_value)
+    return jax.lax.scan(step, carry, (reward, value, 1.0 - done), reverse=True)[1]
+
+
+def episode_sums(x, done):
+    """Sum of x over the episode so far, this step included [T, B]; whole where done."""
+
+    def step(total, inputs):
+        x, done = inputs
+        total = total + x
+        return jnp.where(done, 0.0, total), total
+
+    return jax.lax.scan(step, jnp.zeros(x.shape[1:]), (x, done))[1]
+
+
+def optimiser(config, lr):
+    return optax.chain(
+        optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr, eps=1e-5)
+    )
+
+
+def replay_probabilities(buffer, now, temperature, staleness_coef):
+    """P = (1 - rho) P_S + rho P_C over filled slots (2010.03934, eq. 1 to 4) -> [K]."""
+    size = len(buffer.score)
+    order = jnp.argsort(jnp.where(buffer.filled, -buffer.score, jnp.inf))
+    rank = jnp.zeros(size).at[order].set(jnp.arange(1.0, size + 1))
+    by_score = jnp.where(buffer.filled, rank ** (-1 / temperature), 0.0)
+    age = jnp.where(buffer.filled, now - buffer.touched, 0)
+    by_age = jnp.where(age.any(), age, buffer.filled)
+    share = lambda x: x / jnp.maximum(x.sum(), 1e-30)
+    return (1 - staleness_coef) * share(by_score) + staleness_coef * share(by_age)
+
+
+def find(buffer, code):
+    """The slot that holds each level [N] already; K where there is none."""
+    same = (code[:, None] == buffer.code).all(-1) & buffer.filled  # [N, K]
+    return jnp.where(same.any(1), same.argmax(1), len(buffer.score))
+
+
+def write_buffer(buffer, entries, slot, now, temperature, staleness_coef):
+    """Update the slots of levels that have one; let the others contest the weakest slots.
+
+    Copies of a level agree on the mean of their scores and the best of their returns. The i-th best
+    new level contests the i-th weakest slot (empty ones first, then by P) and wins if its score is no
+    lower."""
+    known, finished = slot < len(buffer.score), entries.filled
+    copies = (slot[:, None] == slot) & finished  # [N, N]
+    pool = lambda x: jnp.where(copies, x, 0).sum(1) / copies.sum(1)
+    target = jnp.where(known & finished, slot, len(buffer.score))
+    buffer = buffer._replace(
+        score=buffer.score.at[target].set(pool(entries.score), mode="drop"),
+        mean_return=buffer.mean_return.at[target].set(pool(entries.mean_return), mode="drop"),
+        max_return=buffer.max_return.at[slot].max(entries.max_return, mode="drop"),
+        touched=buffer.touched.at[slot].set(now, mode="drop"),
+    )
+
+    same = (entries.code[:, None] == entries.code).all(-1)
+    is_copy = (jnp.tril(same, -1) & finished).any(1)
+    new = ~known & finished & ~is_copy
+    best_first = jnp.argsort(jnp.where(new, -entries.score, jnp.inf))
+    weight = replay_probabilities(buffer, now, temperature, staleness_coef)
+    weakest_first = jnp.argsort(jnp.where(buffer.filled, weight, -1.0))[: len(new)]
+    new, entries = jax.tree.map(lambda x: x[best_first], (new, entries))
+    floor = jnp.where(buffer.filled, buffer.score, -jnp.inf)[weakest_first]
+    target = jnp.where(new & (entries.score >= floor), weakest_first, len(buffer.score))
+    return jax.tree.map(lambda x, y: x.at[target].set(y, mode="drop"), buffer, entries)
+
+
+def level_outcomes(batch, advantage, max_return, optimal_return, num_evals):
+    """What E copies of N levels scored in the episodes that ended in the batch [T, N * E].
+
+    -> number of episodes, mean return, max return (with the one before), and every score, all [N]."""
+    number = len(max_return)
+    pool = lambda x, reduce: reduce(x.reshape(len(x), number, num_evals), axis=(0, 2))
+    episodes = pool(batch.done, jnp.sum)
+    mean = lambda x: pool(jnp.where(batch.done, x, 0.0), jnp.sum) / episodes
+    total = episode_sums(batch.reward, batch.done)
+    length = episode_sums(jnp.ones_like(batch.reward), batch.done)
+    max_return = jnp.maximum(max_return, pool(jnp.where(batch.done, total, 0.0), jnp.max))
+    solved = mean(total > 0)
+    time_mean = lambda x: mean(episode_sums(x, batch.done) / length)
+    scores = {
+        "max_mc": time_mean(jnp.repeat(max_return, num_evals) - batch.value),
+        "positive_value_loss": time_mean(jnp.maximum(advantage, 0)),
+        "l1_value_loss": time_mean(jnp.abs(advantage)),
+        "learnability": solved * (1 - solved),
+        "oracle_regret": optimal_return - mean(total),
+    }
+    return episodes, mean(total), max_return, scores
+
+
+def make_train(config, shards=1):
+    """train(rng) -> (RunnerState, metrics), one whole training; and its parts: train.init(rng),
+    train.update(state, steps), train.show(state) -> the levels in training, train.act to play.
+
+    shards: over how many devices (pmap's axis "shards") the levels of one training are split."""
+    check(config)
+    num_levels = config.num_envs // shards  # N on this device
+    num_columns = num_levels * config.num_evals  # B, of a block of N levels
+    num_slots = config.buffer_size // shards  # K on this device
+    least = config.num_envs * (2 if config.parallel else 1)
+    demand(config.buffer_size >= least, config, "buffer_size", f"at least {least}, a cycle's levels")
+    core = make_core(config.rnn, config.hidden_size, config.s5_layers, config.s5_norm)
+    network = ActorCritic(core)
+    mazes = amaze.SUITES.get(config.eval_suite) or config.eval_suite.split(",")
+
+    def init(rng):
+        rng, rng_params = jax.random.split(rng)
+        obs = amaze.Observation(jnp.zeros((1, 1, 5, 5, 3)), jnp.zeros((1, 1), int))
+        carry, is_first = core.initial_carry(1), jnp.zeros((1, 1), bool)
+        params = network.init(rng_params, carry, obs, is_first)
+        student = Agent(params, optimiser(config, config.lr).init(params))
+        zero = jnp.zeros((), int)
+        return RunnerState(rng, zero, zero, zero, student, empty_buffer(rng))
+
+    def empty_buffer(rng):
+        """K free slots."""
+        level = amaze.sample_level(rng, config.n_walls, config.height, config.width)
+        zero, zeros = jnp.zeros(()), jnp.zeros((), int)
+        numbers = zero, zero, zero, zeros, zeros, zeros, zeros
+        slot = Buffer(level, amaze.level_code(level), jnp.zeros((), bool), *numbers)
+        return jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), slot)
+
+    def shard_key(rng):
+        return jax.random.fold_in(rng, jax.lax.axis_index("shards")) if shards > 1 else rng
+
+    def mean(x, where=True):
+        """Mean of x where `where`, over all shards; NaN if nowhere."""
+        where = jnp.broadcast_to(where, x.shape)
+        sums = jnp.where(where, x, 0).sum(), where.sum()
+        total, count = jax.lax.psum(sums, "shards") if shards > 1 else sums
+        return total / count
+
+    def sample_levels(rng, number):
+        size = dict(n_walls=config.n_walls, height=config.height, width=config.width)
+        rngs = jax.random.split(shard_key(rng), number)
+        return jax.vmap(partial(amaze.sample_level, **size))(rngs)
+
+    def act(params, carry, obs, is_first, noise):
+        """A step of B students -> carry, a_t, log pi(a_t), V; argmax(logits + noise) samples."""
+        inputs = jax.tree.map(lambda x: x[None], (obs, is_first))
+        carry, logits, value = network.apply(params, carry, *inputs)
+        action = jnp.argmax(logits[0] + noise, axis=-1)
+        log_prob = nn.log_softmax(logits[0])[jnp.arange(len(action)), action]
+        return carry, action, log_prob, value[0]
+
+    def rollout(rng, params, queue):
+        """T steps on E copies of N levels -> batch [T, B], V(o_T); episode k of environment n
+        plays queue[n, k % K] of the levels [N, K]."""
+        rules = dict(max_steps=config.max_steps, see_through_walls=config.see_through_walls)
+        queue = jax.tree.map(lambda x: jnp.repeat(x, config.num_evals, axis=0), queue)
+        obs, env_state = jax.vmap(partial(amaze.reset, **rules))(queue)
+        is_first = jnp.ones(len(queue.agent_dir), bool)
+        # all noise at once: a few large operations are faster than many small ones
+        shape = (config.num_steps + 1, len(is_first), amaze.NUM_ACTIONS)
+        noise = jax.random.gumbel(shard_key(rng), shape)
+
+        def step(carry, noise):
+            memory, obs, env_state, is_first = carry
+            memory, action, log_prob, value = act(params, memory, obs, is_first, noise)
+            next_obs, env_state, reward, done = jax.vmap(amaze.step_and_reset)(env_state, action)
+            transition = Transition(obs, is_first, action, log_prob, value, reward, done)
+            return (memory, next_obs, env_state, done), transition
+
+        carry = (core.initial_carry(len(is_first)), obs, env_state, is_first)
+        (memory, obs, _, is_first), batch = jax.lax.scan(step, carry, noise[:-1])
+        return batch, act(params, memory, obs, is_first, noise[-1])[3]
+
+    def loss(params, config, batch, advantage, target):
+        """PPO's clipped objective (1707.06347, eq. 7 and 9), the value's likewise clipped."""
+        carry = core.initial_carry(advantage.shape[1])
+        _, logits, value = network.apply(params, carry, batch.obs, batch.is_first)
+        log_probs = nn.log_softmax(logits)
+        log_prob = jnp.take_along_axis(log_probs, batch.action[..., None], axis=-1)[..., 0]
+        log_ratio = log_prob - batch.log_prob
+        ratio = jnp.exp(log_ratio)
+        clip = lambda x: jnp.clip(x, -config.clip_eps, config.clip_eps)
+        advantage = advantage - mean(advantage)
+        advantage = advantage / (jnp.sqrt(mean(advantage**2)) + 1e-5)
+        gain = jnp.minimum(ratio * advantage, (1 + clip(ratio - 1)) * advantage)
+        clipped_value = batch.value + clip(value - batch.value)
+        error = jnp.maximum((value - target) ** 2, (clipped_value - target) ** 2)
+        metrics = {
+            "policy_loss": -gain.mean(),
+            "value_loss": 0.5 * error.mean(),
+            "entropy": -(jnp.exp(log_probs) * log_probs).sum(-1).mean(),
+            "approx_kl": (ratio - 1 - log_ratio).mean(),
+            "clip_fraction": (jnp.abs(ratio - 1) > config.clip_eps).mean(),
+        }
+        total = metrics["policy_loss"] + config.vf_coef * metrics["value_loss"]
+        total -= config.ent_coef * metrics["entropy"]
+        return total, metrics | {"total_loss": total}
+
+    def learn(config, rng, student, lr, batch, last_value):
+        """update_epochs passes of PPO over the batch [T, B] -> student, metrics."""
+        rewards = batch.reward, batch.value, last_value, batch.done
+        advantage = gae(*rewards, config.gamma, config.gae_lambda)
+        target = advantage + batch.value
+
+        def minibatch(student, columns):
+            data = jax.tree.map(lambda x: x[:, columns], (batch, advantage, target))
+            grads, metrics = jax.grad(loss, has_aux=True)(student.params, config, *data)
+            if shards > 1:
+                grads, metrics = jax.lax.pmean((grads, metrics), "shards")
+            updates, opt_state = optimiser(config, lr).update(grads, student.opt_state)
+            student = Agent(optax.apply_updates(student.params, updates), opt_state)
+            return student, metrics | {"grad_norm": optax.global_norm(grads)}
+
+        rngs = jax.random.split(rng, config.update_epochs)
+        order = jax.vmap(lambda rng: jax.random.permutation(rng, advantage.shape[1]))(rngs)
+        order = order.reshape(config.update_epochs * config.num_minibatches, -1)
+        student, metrics = jax.lax.scan(minibatch, student, order)
+        variance = lambda x: mean((x - mean(x)) ** 2)
+        explained = 1 - variance(advantage) / variance(target)
+        return student, jax.tree.map(jnp.mean, metrics) | {"explained_variance": explained}
+
+    if jax.default_backend() == "cpu":  # there vmapped seeds learn faster in turn than at once
+        learn = jax.custom_batching.sequential_vmap(learn)
+
+    def evaluate(rng, params):
+        """Solve rate and return on each test maze, and their means."""
+        rng_mazes, rng_noise = jax.random.split(rng)
+        obs, env_state = amaze.reset_mazes(rng_mazes, mazes, config.eval_episodes)
+        batch = len(mazes) * config.eval_episodes
+
+        def step(carry):
+            t, memory, obs, env_state, playing, total = carry
+            shape = (batch, amaze.NUM_ACTIONS)
+            noise = jax.random.gumbel(jax.random.fold_in(rng_noise, t), shape)
+            memory, action, _, _ = act(params, memory, obs, jnp.full(batch, t == 0), noise)
+            obs, env_state, reward, done = jax.vmap(amaze.step)(env_state, action)
+            return t + 1, memory, obs, env_state, playing & ~done, total + reward * playing
+
+        memory, playing = core.initial_carry(batch), jnp.ones(batch, bool)
+        carry = (0, memory, obs, env_state, playing, jnp.zeros(batch))
+        total = jax.lax.while_loop(lambda carry: carry[4].any(), step, carry)[5]
+        total = total.reshape(len(mazes), config.eval_episodes)
+        scores = {"eval_solve_rate": (total > 0).mean(1), "eval_return": total.mean(1)}
+        means = {name: score.mean() for name, score in scores.items()}
+        return means | {f"{k}/{m}": x[i] for k, x in scores.items() for i, m in enumerate(mazes)}
+
+    def nothing(function, *args):
+        """NaN in the shape of function's metrics."""
+        shapes = jax.eval_shape(function, *args)
+        return jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), shapes)
+
+    def episode_stats(batch, where=True):
+        """Return, solve rate and length of the episodes that ended in the columns `where` [B]."""
+        total = episode_sums(batch.reward, batch.done)
+        length = episode_sums(jnp.ones_like(batch.reward), batch.done)
+        stats = {"return": total, "solve_rate": total > 0, "episode_length": length}
+        return {name: mean(x, batch.done & where) for name, x in stats.items()}
+
+    def level_stats(levels, solution, where=True):
+        """Walls, shortest path (cells, if solvable) and solvable share of the levels `where` [N]."""
+        return {
+            "walls": mean(levels.wall_map.sum((-2, -1)), where),
+            "path_length": mean(solution.path_length, solution.solvable & where),
+            "solvable": mean(solution.solvable, where),
+        }
+
+    strength = config.temperature, config.staleness_coef
+
+    def sample_replay(rng, state):
+        """N levels drawn from the buffer with replacement, with their mutations and origins."""
+        weight = replay_probabilities(state.buffer, state.step, *strength)
+        slot = jax.random.choice(shard_key(rng), num_slots, (num_levels,), p=weight)
+        drawn = state.buffer.level, state.buffer.mutations, state.buffer.origin
+        return jax.tree.map(lambda x: x[slot], drawn)
+
+    def sample_fresh(rng, state):
+        origin = state.step * num_levels + jnp.arange(num_levels)
+        return sample_levels(rng, num_levels), jnp.zeros(num_levels, int), origin
+
+    def edit(rng, levels, mutations, origin):
+        """A child of each level, by num_edits edits."""
+        rngs = jax.random.split(shard_key(rng), num_levels)
+        child = jax.vmap(partial(amaze.edit_level, n_edits=config.num_edits))
+        return child(rngs, levels), mutations + 1, origin
+
+    def score(state, levels, mutations, origin, batch, last_value):
+        """What the batch says of the levels [N]: entries for the buffer, their slots, solutions."""
+        solution = jax.vmap(amaze.solve)(levels)
+        code = jax.vmap(amaze.level_code)(levels)
+        slot = find(state.buffer, code)
+        rewards = batch.reward, batch.value, last_value, batch.done
+        advantage = gae(*rewards, config.gamma, config.gae_lambda)
+        seen = state.buffer.max_return.at[slot].get(mode="fill", fill_value=0.0)
+        best = amaze.optimal_return(solution, config.max_steps)
+        outcomes = level_outcomes(batch, advantage, seen, best, config.num_evals)
+        episodes, mean_return, max_return, scores = outcomes
+        touched = jnp.full(len(code), state.step)
+        returns = max_return, mean_return, solution.n_actions
+        fields = episodes > 0, scores[config.score], *returns, mutations, origin, touched
+        return Buffer(levels, code, *fields), slot, solution
+
+    def child_stats(buffer, entries, slot, solution, where=True):
+        inserted = (slot == num_slots) & (find(buffer, entries.code) < num_slots)
+        stats = level_stats(entries.level, solution, where) | {"inserted": mean(inserted, where)}
+        return {f"child_{name}": x for name, x in stats.items()}
+
+    def breed(rng, state, *parents):
+        """Children of N levels, played without learning and written -> buffer, statistics."""
+        rng_edit, rng_rollout = jax.random.split(rng)
+        children = edit(rng_edit, *parents)
+        queue = jax.tree.map(lambda x: x[:, None], children[0])
+        batch = rollout(rng_rollout, state.student.params, queue)
+        entries, slot, solution = score(state, *children, *batch)
+        buffer = write_buffer(state.buffer, entries, slot, state.step, *strength)
+        return buffer, child_stats(buffer, entries, slot, solution)
+
+    def no_children(rng, state, *parents):
+        return state.buffer, nothing(lambda *args: breed(*args)[1], rng, state, *parents)
+
+    def buffer_stats(buffer, step):
+        weight = replay_probabilities(buffer, step, *strength)
+        solution = amaze.Solution(None, buffer.n_actions, buffer.n_actions >= 0)
+        regret = amaze.optimal_return(solution, config.max_steps) - buffer.mean_return
+        stats = {
+            "fill": mean(buffer.filled),
+            "score": mean(buffer.score, buffer.filled),
+            "score_weighted": mean(weight * buffer.score) * len(weight),
+            "age": mean(step - buffer.touched, buffer.filled),
+            "unsolvable": mean(~solution.solvable, buffer.filled),
+            "regret": mean(regret, buffer.filled),
+            "mutations_weighted": mean(weight * buffer.mutations) * len(weight),
+            "walls_weighted": mean(weight * buffer.level.wall_map.sum((1, 2))) * len(weight),
+        }
+        return {f"buffer_{name}": x for name, x in stats.items()}
+
+    def replays(step):
+        """Whether cycle `step` replays: the same for all seeds, so that vmapped it stays a branch."""
+        warm = step * config.num_envs >= config.min_fill * config.buffer_size
+        draw = jax.random.uniform(jax.random.fold_in(jax.random.key(0), step))
+        return warm if config.parallel else warm & (draw < config.replay_prob)
+
+    def no_learning(config, rng, student, *data):
+        metrics = nothing(lambda *args: learn(*args)[1], config, rng, student, *data)
+        return student, metrics
+
+    def cycle(state, _):
+        rng = jax.random.fold_in(state.rng, state.step)
+        rng_levels, rng_rollout, rng_learn, rng_eval, rng_edit = jax.random.split(rng, 5)
+        step = state.step + 1
+
+        # 1. CHOOSE LEVELS
+        replay = replays(state.step)
+        rng_fresh, rng_choice = jax.random.split(rng_levels)
+        choice = jax.lax.cond(replay, sample_replay, sample_fresh, rng_choice, state)
+        if config.parallel:  # [N fresh | N replayed; also fresh while the buffer is cold | N children]
+            blocks = [sample_fresh(rng_fresh, state), choice]
+            blocks += [edit(rng_edit, *choice)] if config.num_edits else []
+            choice = jax.tree.map(lambda *x: jnp.concatenate(x), *blocks)
+        levels, mutations, origin = choice
+        block = jnp.arange(len(mutations)) // num_levels
+        replayed = replay & (block == config.parallel)
+
+        # 2. ROLL OUT
+        queue = jax.tree.map(lambda x: x[:, None], levels)  # of one level: on done, restart it
+        batch, last_value = rollout(rng_rollout, state.student.params, queue)
+
+        # 3. SCORE
+        entries, slot, solution = score(state, levels, mutations, origin, batch, last_value)
+
+        # 4. WRITE THE BUFFER
+        buffer = write_buffer(state.buffer, entries, slot, state.step, *strength)
+
+        # 5. LEARN
+        lr = config.lr * (1 - state.step / config.num_updates if config.anneal_lr else 1.0)
+        learns = replay | (not config.robust)
+        first = 1 if config.parallel and config.robust else 0  # block to learn from, and the last
+        columns = slice(first * num_columns, (1 + config.parallel) * num_columns)
+        data = jax.tree.map(lambda x: x[..., columns], (batch, last_value))
+        student, metrics = jax.lax.cond(
+            learns, learn, no_learning, config, rng_learn, state.student, jnp.asarray(lr), *data
+        )
+
+        # 6. MUTATE
+        rollouts = state.rollouts + len(mutations) // num_levels
+        if config.num_edits and config.parallel:
+            metrics |= child_stats(buffer, entries, slot, solution, block == 2)
+        elif config.num_edits:
+            now = state.replace(student=student, buffer=buffer)
+            buffer, stats = jax.lax.cond(replay, breed, no_children, rng_edit, now, *choice)
+            metrics |= stats
+            rollouts += replay
+
+        # 7. EVALUATE
+        grad_updates = state.grad_updates + learns
+        metrics |= {"grad_updates": grad_updates, "rollouts": rollouts, "lr": jnp.asarray(lr)}
+        metrics |= {f"train_{name}": x for name, x in episode_stats(batch).items()}
+        for name, where in {"fresh": ~replayed & (block < 2), "replay": replayed}.items():
+            stats = level_stats(levels, solution, where)
+            stats |= episode_stats(batch, jnp.repeat(where, config.num_evals))
+            metrics |= {f"{name}_{key}": x for key, x in stats.items()}
+        metrics |= buffer_stats(buffer, step)
+        if config.eval_interval:
+            due = (step % config.eval_interval == 0) | (step == config.num_updates)
+            skip = partial(nothing, evaluate)
+            metrics |= jax.lax.cond(due, evaluate, skip, rng_eval, student.params)
+        state = state.replace(step=step, grad_updates=grad_updates, student=student, buffer=buffer)
+        return state.replace(rollouts=rollouts), metrics
+
+    def update(state, steps):
+        """`steps` cycles -> RunnerState, metrics: name -> [steps]."""
+        return jax.lax.scan(cycle, state, None, length=steps)
+
+    def lineage(buffer, slot):
+        """Levels that descend from the same base level as the slot's, by generation."""
+        family = buffer.filled & (buffer.origin == buffer.origin[slot])
+        order = jnp.argsort(jnp.where(family, buffer.mutations, jnp.iinfo(int).max))
+        spread = jnp.linspace(0, jnp.maximum(family.sum() - 1, 0), num_levels).astype(int)
+        members = order[spread]
+        levels, mutations = jax.tree.map(lambda x: x[members], (buffer.level, buffer.mutations))
+        return levels, {"generation": mutations, "score": buffer.score[members]}
+
+    def show(state):
+        """Levels that the next update may start with, and the buffer's most probable."""
+        rng = jax.random.split(jax.random.fold_in(state.rng, state.step), 4)[0]
+        path = lambda levels: {"path": jax.vmap(amaze.solve)(levels).path_length}
+        weight = replay_probabilities(state.buffer, state.step, *strength)
+        top = jnp.argsort(-weight)[:num_levels]
+        levels, score, touched = jax.tree.map(lambda x: x[top], (state.buffer.level, state.buffer.score, state.buffer.touched))
+        captions = {"score": score, "age": state.step - touched, "P": weight[top]}
+        fresh, replayed = sample_fresh(rng, state)[0], sample_replay(rng, state)[0]
+        return {
+            "fresh": (fresh, path(fresh)),
+            "replayed": (replayed, path(replayed)),
+            "most probable of the buffer": (levels, captions),
+            "lineage of the most probable": lineage(state.buffer, top[0]),
+        }
+
+    def train(rng):
+        return update(init(rng), config.num_updates)
+
+    train.init, train.update, train.show = init, update, show
+    train.act, train.initial_carry = act, core.initial_carry
+    return train
+
+
+# --- command line
+# A run is a list of rows: a seed and its swept values. Rows form groups: what fits at once. A group is one
+# program, pmapped over devices and vmapped over rows: [D, R, ...]. The same text in all four files.
+
+ALLOWED = {
+    "at least 0": (lambda v: v >= 0, """lr ent_coef vf_coef n_walls num_edits eval_interval archive_interval
+        plot_interval devices seed seeds_at_once sweep_random teacher_lr teacher_ent_coef"""),
+    "at least 1": (lambda v: v >= 1, """num_updates num_envs num_evals num_steps update_epochs num_minibatches
+        hidden_size s5_layers max_steps eval_episodes seeds log_interval checkpoint_interval buffer_size
+        num_students teacher_hidden_size"""),
+    "at least 2": (lambda v: v >= 2, "height width"),
+    "above 0": (lambda v: v > 0, "clip_eps max_grad_norm temperature"),
+    "from 0 to 1": (lambda v: 0 <= v <= 1, "gamma gae_lambda replay_prob staleness_coef min_fill"),
+}  # fmt: skip
+FREE = "resume out checkpoint_interval archive_interval plot_interval devices seeds_at_once"  # on --resume
+
+
+class BadConfig(ValueError):
+    """One line: the field, its value, what is allowed."""
+
+
+def demand(fine, config, name, allowed):
+    if not fine:
+        raise BadConfig(f"{name} = {getattr(config, name)!r}: allowed is {allowed}")
+
+
+def check(config):
+    """Refuse the first value that is not allowed; traced floats pass."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if get_origin(f.type) is Literal:
+            demand(value in get_args(f.type), config, f.name, " | ".join(get_args(f.type)))
+        if f.type is int:
+            demand(isinstance(value, int), config, f.name, "a whole number")
+        for allowed, (test, names) in ALLOWED.items():
+            if f.name in names.split() and not isinstance(value, jax.Array):
+                demand(test(value), config, f.name, allowed)
+    known = f"a suite ({', '.join(amaze.SUITES)}) or mazes ({', '.join(amaze.TEST_MAZES)})"
+    mazes = amaze.SUITES.get(config.eval_suite) or config.eval_suite.split(",")
+    demand(set(mazes) <= set(amaze.TEST_MAZES), config, "eval_suite", known)
+    room = config.height * config.width - 2
+    demand(config.n_walls <= room, config, "n_walls", f"at most {room}: agent and goal need a cell each")
+    batch = config.num_envs * config.num_evals
+    demand(batch % config.num_minibatches == 0, config, "num_minibatches", f"a divisor of {batch}")
+
+
+def make_rows(config):
+    """The rows of a run: a dict of seed and swept floats for each."""
+    rows = [{"seed": config.seed + i} for i in range(config.seeds)]
+    return rows
+
+
+def choose_devices(config, sizes):
+    """The devices to use: --devices, or as many as deal evenly; sizes: the rows of each group."""
+    parts = sizes if config.shard == "seeds" else [config.num_envs]
+    here = jax.devices()
+    number = config.devices or math.gcd(len(here), *parts)
+    demand(number <= len(here), config, "devices", f"at most {len(here)}, the devices here")
+    for part in parts:
+        what = f"a divisor of {part}, the {'trainings at once' if config.shard == 'seeds' else 'num_envs'}"
+        demand(part % number == 0, config, "devices", what)
+    return here[:number]
+
+
+def make_programs(config, devices):
+    """init(rows), update(steps)(rows, state) and show(rows, state), pmapped and vmapped."""
+    shards = len(devices) if config.shard == "levels" else 1
+    swept = lambda row: {name: value for name, value in row.items() if name != "seed"}
+    train = lambda row: make_train(replace(config, **swept(row)), shards)
+    init = lambda row: train(row).init(jax.random.key(row["seed"]))
+    axes = jax.tree.map(lambda _: 0, jax.eval_shape(init, make_rows(config)[0]))
+    axes = axes.replace(step=None)  # not batched, so that lax.cond stays a branch
+    pmap = partial(jax.pmap, axis_name="shards", devices=devices)
+
+    def update(steps):
+        program = jax.vmap(lambda row, state: train(row).update(state, steps), (0, axes), (axes, 0))
+        return pmap(program, donate_argnums=1)
+
+    show = jax.vmap(lambda row, state: train(row).show(state), (0, axes))
+    return pmap(jax.vmap(init, out_axes=axes)), update, pmap(show)
+
+
+def deal(config, rows, num_devices):
+    """One group's rows as arrays [devices, rows of each]; where levels are split each device has all."""
+    arrays = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    if config.shard == "levels":
+        return {name: np.tile(x, (num_devices, 1)) for name, x in arrays.items()}
+    return {name: x.reshape(num_devices, -1) for name, x in arrays.items()}
+
+
+def to_host(config, state):
+    """A group's state as NumPy arrays [shards, rows, ...]: what checkpoints hold, on any number of devices."""
+    state = jax.device_get(state.replace(rng=jax.random.key_data(state.rng), step=state.step[:, None]))
+    if config.shard == "seeds":
+        state = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), state)
+    return state.replace(step=state.step[0, 0])
+
+
+def to_devices(state, num_devices):
+    """The inverse: [shards, rows, ...] -> [devices, rows of each, ...]."""
+    state = state.replace(step=np.full((num_devices, 1), state.step))
+    state = jax.tree.map(lambda x: x.reshape(num_devices, -1, *x.shape[2:]), state)
+    return state.replace(step=state.step[:, 0], rng=jax.random.wrap_key_data(state.rng))
+
+
+def write(path, data):
+    """Replace a file as a whole: after a crash or on a full disk the old one is still there."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def log_rows(config, rows, chunk, step, seconds):
+    """A dict for each row of the run: means over a chunk's metrics [R, steps], counters as they stand."""
+    for i, row in enumerate(rows):
+        finite = {name: x[i][~np.isnan(x[i])] for name, x in chunk.items()}
+        means = {name: f"{x.mean():.7g}" if x.size else "" for name, x in finite.items()}
+        del means["rollouts"], means["grad_updates"]
+        env_steps = int(chunk["rollouts"][i, -1]) * config.num_envs * config.num_evals * config.num_steps
+        counters = {"grad_updates": int(chunk["grad_updates"][i, -1]), "env_steps": env_steps}
+        yield {"update": step} | counters | row | {"seconds": round(seconds, 1)} | means
+
+
+def plot_curves(folder, swept):
+    """curves.png from logs.csv: return and solve rate against env steps, mean and spread over seeds."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    with open(folder / "logs.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    panels = {"train_return": "return in training", "eval_solve_rate": "solve rate on test mazes"}
+    for axis, (column, title) in zip(figure.subplots(1, 2), panels.items()):
+        curves = {}
+        for row in table:
+            if row.get(column):
+                curve = curves.setdefault(", ".join(f"{name} {row[name]}" for name in swept), {})
+                curve.setdefault(int(row["env_steps"]), []).append(float(row[column]))
+        for label, curve in curves.items():
+            mean, std = (np.array([f(values) for values in curve.values()]) for f in (np.mean, np.std))
+            axis.plot(list(curve), mean, label=label)
+            axis.fill_between(list(curve), mean - std, mean + std, alpha=0.2)
+        axis.set(xlabel="env steps", title=title, ylim=(0, 1))
+        if swept:
+            axis.legend(fontsize="small")
+    save_figure(folder / "curves.png", figure)
+
+
+def plot_levels(path, shown):
+    """levels/update_<n>.png: the levels in training, of the run's first row."""
+    first, sections = jax.tree.map(lambda x: np.asarray(x)[0, 0], shown), {}
+    for title, (levels, captions) in first.items():
+        lines = zip(*([f"{name} {value:.3g}" for value in values] for name, values in captions.items()))
+        sections[title] = levels, ["\n".join(line) for line in lines] or None
+    save_figure(path, amaze.plot_levels(sections))
+
+
+def save_figure(path, figure):
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    write(path, image.getvalue())
+
+
+def open_run(config):
+    """The run folder and its last checkpoint, with its logs cut back to that checkpoint."""
+    script = Path(__file__)
+    free = (f"runs/{script.stem}-{i}" for i in count(1) if not Path(f"runs/{script.stem}-{i}").exists())
+    folder, checkpoint = Path(config.out or next(free)), {"step": 0, "seconds": 0.0, "log_bytes": 0}
+    if not config.resume:
+        empty = not folder.exists() or folder.is_dir() and not any(folder.iterdir())
+        demand(empty, config, "out", "a new or empty folder; --resume goes on with a run")
+        (folder / "levels").mkdir(parents=True)
+        write(folder / "config.json", json.dumps({"script": script.name} | asdict(config), indent=2).encode())
+    elif (folder / "checkpoint.msgpack").exists():
+        checkpoint = serialization.msgpack_restore((folder / "checkpoint.msgpack").read_bytes())
+    if (folder / "logs.csv").exists():
+        os.truncate(folder / "logs.csv", checkpoint["log_bytes"])
+    return folder, checkpoint
+
+
+def run(config):
+    """Train all rows: chunks of log_interval updates, and between them logs, checkpoints, pictures."""
+    rows = make_rows(config)
+    at_once = config.seeds_at_once or len(rows)
+    groups = [slice(i, i + at_once) for i in range(0, len(rows), at_once)]
+    devices = choose_devices(config, [len(rows[group]) for group in groups])
+    folder, checkpoint = open_run(config)
+    init, update, show = make_programs(config, devices)
+    dealt = [deal(config, rows[group], len(devices)) for group in groups]
+    park, fetch = lambda state: state, lambda state: state
+    if len(groups) > 1:  # groups take turns on the devices; those that wait are in the host's memory
+        park, fetch = partial(to_host, config), partial(to_devices, num_devices=len(devices))
+    step, seconds = checkpoint["step"], checkpoint["seconds"]
+    if step:
+        saved = serialization.from_state_dict(jax.eval_shape(init, dealt[0]), checkpoint["state"])
+        parts = (jax.tree.map(lambda x: x[:, group] if np.ndim(x) else x, saved) for group in groups)
+        states = [park(to_devices(part, len(devices))) for part in parts]
+    else:
+        states = [park(init(group)) for group in dealt]
+
+    @cache
+    def compiled(steps, shape):
+        i = [group["seed"].shape for group in dealt].index(shape)
+        started = time.time()
+        bar.write("compiling ...", end=" ")
+        program = update(steps).lower(dealt[i], fetch(states[i])).compile()
+        bar.write(f"{time.time() - started:.1f} s")
+        return program
+
+    def save(name):
+        log.flush()
+        os.fsync(log.fileno())
+        parts = [to_host(config, fetch(state)) for state in states]
+        state = jax.tree.map(lambda *x: np.concatenate(x, 1) if x[0].ndim else x[0], *parts)
+        data = {"step": step, "seconds": seconds, "log_bytes": log.tell(), "rows": {str(i): row for i, row in enumerate(rows)}}
+        data["state"] = serialization.to_state_dict(state)
+        write(folder / name, serialization.msgpack_serialize(data))
+
+    stop = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: stop.append(number))
+    print(f"{folder}: {len(rows)} training(s) on {len(devices)} {devices[0].device_kind} device(s)")
+    bar = tqdm(total=config.num_updates, initial=step, unit="update", dynamic_ncols=True)
+    shown = {}
+    with open(folder / "logs.csv", "a", newline="") as log, bar:
+        while step < config.num_updates and not stop:
+            before, steps, chunks = step, min(config.log_interval, config.num_updates - step), []
+            for i, group in enumerate(dealt):
+                program = compiled(steps, group["seed"].shape)
+                started = time.time()
+                state, chunk = jax.block_until_ready(program(group, fetch(states[i])))
+                seconds += time.time() - started
+                states[i] = park(state)
+                chunk = jax.device_get(chunk)
+                chunks.append({k: x[0] if config.shard == "levels" else np.concatenate(x) for k, x in chunk.items()})
+            step += steps
+            chunk = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
+            table = list(log_rows(config, rows, chunk, step, seconds))
+            writer = csv.DictWriter(log, table[0])
+            if log.tell() == 0:
+                writer.writeheader()
+            writer.writerows(table)
+            log.flush()
+            shown["steps/s"] = f"{sum(row['env_steps'] for row in table) / seconds:,.0f}"
+            for name in ("train_solve_rate", "eval_solve_rate"):
+                values = [float(row[name]) for row in table if row.get(name)]
+                shown |= {name: f"{np.mean(values):.2f}"} if values else {}
+            bar.set_postfix(shown, refresh=False)
+            bar.update(steps)
+
+            last = stop or step == config.num_updates
+            due = lambda interval: interval and step // interval > before // interval
+            if last or due(config.checkpoint_interval):
+                save("checkpoint.msgpack")
+            if due(config.archive_interval):
+                save(f"checkpoint_{step}.msgpack")
+            if last or due(config.plot_interval):
+                plot_curves(folder, list(rows[0])[1:])
+                plot_levels(folder / "levels" / f"update_{step}.png", show(dealt[0], fetch(states[0])))
+    if stop:
+        print(f"stopped at update {step}; go on with: python {sys.argv[0]} --resume --out {folder}")
+        sys.exit(128 + stop[0])
+    gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"done: {seconds:.0f} s of training, peak memory {gib:.1f} GiB on the host")
+
+
+def parse(arguments):
+    """The command line's Config; on --resume, what is not given there comes from the run's config.json."""
+    cli = partial(tyro.cli, Config, args=arguments, description=__doc__, config=(tyro.conf.UseAppendAction,))
+    config = cli()
+    if not config.resume:
+        return config
+    path = Path(config.out) / "config.json"
+    demand(config.out and path.exists(), config, "out", "with --resume, the folder of a run")
+    stored = json.loads(path.read_text())
+    demand(stored.pop("script") == Path(__file__).name, config, "out", f"a run of {Path(__file__).name}")
+    stored = Config(**stored)
+    config = cli(default=replace(stored, resume=True, out=config.out))
+    for name in {f.name for f in fields(Config)} - set(FREE.split()):
+        value = getattr(stored, name)
+        demand(getattr(config, name) == value, config, name, f"{value!r}, as in the run to resume")
+    return config
+
+
+def main():
+    script = Path(__file__).name
+    try:
+        config = parse(sys.argv[1:])
+        check(config)
+        run(config)
+    except BadConfig as error:
+        print(f"{script}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        print(f"{script}: error: {error}; the last checkpoint is intact: --resume goes on from it", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

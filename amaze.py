@@ -1,0 +1,793 @@
+"""AMaze: MiniGrid's mazes as arrays, for unsupervised environment design in JAX.
+
+A level is a grid of walls, a goal, and an agent that starts somewhere and faces some way. The agent
+sees the 5 x 5 cells in front of it and must find the goal. Dynamics, observations and rewards are
+those of the `minigrid` package, byte for byte; the tensorised form follows minimax's AMaze
+(2311.12716). Everything up to the drawing is pure and works under jit, vmap and scan.
+
+    level = sample_level(rng)                            # or level_from_text, edit_level, ...
+    obs, state = reset(level)                            # Observation(image, direction), EnvState
+    obs, state, reward, done = step(state, action)       # one level, no restart
+    obs, state, reward, done = step_and_reset(state, action)    # obs: the next episode's on done
+
+A state plays one level or a queue of K levels: `reset` takes either, and on done `step_and_reset`
+goes on to the queue's next level, after the last to the first. With K = 1 it restarts the level.
+
+Speed: a step changes a few numbers of the agent and never the grid. `reset` packs the walls into
+32-bit words, once for each way the agent can face, such that what lies in front is always the next
+five words; an observation is one read of five words, a shift, and elementwise work.
+
+Conventions: arrays are indexed [y, x], positions are (x, y). Directions: 0 right, 1 down, 2 left,
+3 up. Actions: 0 turn left, 1 turn right, 2 forward, 3 to 6 only pass time (MiniGrid's seven).
+Walk a maze in the terminal:  python amaze.py Labyrinth
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.image import imsave
+
+NUM_ACTIONS = 7
+LEFT, RIGHT, FORWARD = 0, 1, 2
+VIEW = 5                                 # the agent sees VIEW x VIEW cells
+EMPTY, WALL, GOAL, UNSEEN, AGENT = (1, 0, 0), (2, 5, 0), (8, 1, 0), (0, 0, 0), (10, 0, 0)
+# Byte k of word c is channel c of the k-th kind of cell: shifting a word is faster than a look-up.
+_BYTES = np.array([EMPTY, WALL, GOAL, UNSEEN], np.uint8).T.copy().view("<u4")[:, 0]  # [3] uint32
+
+
+class Level(NamedTuple):
+    wall_map: jax.Array                  # [H, W] bool, without the outer wall
+    agent_pos: jax.Array                 # [2] int32 (x, y)
+    agent_dir: jax.Array                 # [] int32
+    goal_pos: jax.Array                  # [2] int32 (x, y)
+
+
+class Observation(NamedTuple):
+    image: jax.Array                     # [5, 5, 3] uint8: [left to right, far to near, triple]
+    direction: jax.Array                 # [] int32
+
+
+class EnvState(NamedTuple):
+    agent_pos: jax.Array                 # [2] int32 (x, y)
+    agent_dir: jax.Array                 # [] int32
+    t: jax.Array                         # [] int32, actions taken in this episode
+    front: jax.Array                     # [] uint8, the kind of cell ahead: image[2, 3, 0]
+    slot: jax.Array                      # [] int32, which level of the queue is being played
+    levels: Level                        # [K, ...], the queue; never changes
+    walls: jax.Array                     # [K * 4 * words * lines] uint32, pack_walls; never changes
+    max_steps: jax.Array                 # [] int32
+    see_through_walls: jax.Array | None  # [] bool; None: True for all, nothing is computed
+
+
+class Solution(NamedTuple):
+    path_length: jax.Array               # [] int32, moves between cells, -1 if unsolvable
+    n_actions: jax.Array                 # [] int32, fewest actions with turns, -1 if unsolvable
+    solvable: jax.Array                  # [] bool
+
+
+# --- dynamics and observation
+
+
+def pack_walls(wall_map):
+    """Walls as bits in the agent's frame: [4 directions, words, S + 4 lines] uint32, S = max(H, W).
+
+    Line v of direction d holds the cells v steps ahead of the edge at the agent's back; bit b of
+    word w is the cell 28 w + b - 2 from the left edge. Words overlap by 4 cells, so the 5 cells
+    around position u are bits u % 28 to u % 28 + 4 of word u // 28. Beyond the grid all is wall.
+    """
+    size = max(wall_map.shape)
+    square = jnp.pad(wall_map, [(0, size - n) for n in wall_map.shape], constant_values=True)
+    turned = jnp.stack([square.T, square[:, ::-1], square.T[::-1, ::-1], square[::-1]])
+    n_words = -(-size // 28)
+    cells = jnp.pad(turned, ((0, 0), (0, 4), (2, 28 * n_words + 2 - size)), constant_values=True)
+    windows = jnp.stack([cells[..., 28 * w : 28 * w + 32] for w in range(n_words)], axis=1)
+    bits = windows.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)
+    return jnp.sum(bits, axis=-1, dtype=jnp.uint32)
+
+
+def _in_frame(pos, direction, size):
+    """Position as (steps from the edge at the back, steps from the left edge) of who faces so."""
+    x, y = pos[0], pos[1]
+    ahead, across = jnp.where(direction % 2 == 0, x, y), jnp.where(direction % 2 == 0, y, x)
+    return (jnp.where(direction >= 2, size - 1 - ahead, ahead),
+            jnp.where((direction == 1) | (direction == 2), size - 1 - across, across))
+
+
+def _visible(lines):
+    """MiniGrid's process_vis on bits: walls of the 5 lines ahead (near first) -> what is seen.
+
+    Light spreads sideways through open cells of a line, then to the line beyond and its diagonals.
+    """
+    lit, seen = jnp.uint32(0b00100), []
+    for line in lines:
+        is_open = ~line & 0b11111
+        passing = lit & is_open
+        for _ in range(VIEW - 1):
+            passing = passing | ((passing << 1 | passing >> 1) & is_open)
+        beyond = passing | passing << 1 | passing >> 1
+        seen.append(lit | beyond)
+        lit = beyond
+    return jnp.stack(seen)
+
+
+def observe(state):
+    """What the agent sees: MiniGrid's gen_obs with a 5 x 5 view."""
+    height, width = state.levels.wall_map.shape[-2:]
+    size, n_words = max(height, width), -(-max(height, width) // 28)
+    ahead, across = _in_frame(state.agent_pos, state.agent_dir, size)
+    goal_ahead, goal_across = _in_frame(_current(state).goal_pos, state.agent_dir, size)
+
+    row = (state.slot * 4 + state.agent_dir) * n_words + across // 28
+    lines = jax.lax.dynamic_slice(state.walls, (row * (size + 4) + ahead,), (VIEW,))
+    lines = lines >> (across % 28).astype(jnp.uint32)                   # [5], near to far
+
+    i, j = np.arange(VIEW)[:, None], np.arange(VIEW)[None, :]           # across, far to near
+    is_wall = lines[::-1] >> i.astype(np.uint32) & 1                    # [5, 5]
+    is_goal = (goal_across - across + 2 == i) & (goal_ahead - ahead == 4 - j)
+    kind = jnp.where(is_goal, np.uint32(2), is_wall)                    # an index into _BYTES
+    kind = jnp.where((i == 2) & (j == 4), np.uint32(0), kind)           # the agent's own cell
+    if state.see_through_walls is not None:
+        seen = _visible(lines)[::-1] >> i.astype(np.uint32) & 1 == 1
+        kind = jnp.where(seen | state.see_through_walls, kind, np.uint32(3))
+    image = _BYTES >> 8 * kind[..., None]                               # [5, 5, 3]
+    return Observation(image.astype(jnp.uint8), state.agent_dir)
+
+
+def _current(state):
+    """The level being played."""
+    return jax.tree.map(lambda x: x[0] if len(x) == 1 else x[state.slot], state.levels)
+
+
+def _look(state):
+    obs = observe(state)
+    return obs, state._replace(front=obs.image[VIEW // 2, VIEW - 2, 0])
+
+
+def reset(level, max_steps=250, see_through_walls=True):
+    """First observation and state of an episode on a level, or on a queue of levels [K, ...]."""
+    queue = jax.tree.map(jnp.asarray, level)
+    if queue.wall_map.ndim == 2:
+        queue = jax.tree.map(lambda x: x[None], queue)
+    zero = jnp.zeros((), jnp.int32)
+    is_constant = see_through_walls is True
+    return _look(EnvState(
+        agent_pos=queue.agent_pos[0], agent_dir=queue.agent_dir[0], t=zero,
+        front=jnp.zeros((), jnp.uint8), slot=zero, levels=queue,
+        walls=jax.vmap(pack_walls)(queue.wall_map).reshape(-1),
+        max_steps=jnp.asarray(max_steps, jnp.int32),
+        see_through_walls=None if is_constant else jnp.asarray(see_through_walls, bool)))
+
+
+def _act(state, action):
+    """Turn or move: (state without its new view, reward, done)."""
+    turn = jnp.where(action == LEFT, 3, 0) + jnp.where(action == RIGHT, 1, 0)
+    is_forward = action == FORWARD
+    moves = is_forward & (state.front != WALL[0])
+    d = state.agent_dir
+    dx = jnp.where(d == 0, 1, 0) - jnp.where(d == 2, 1, 0)
+    dy = jnp.where(d == 1, 1, 0) - jnp.where(d == 3, 1, 0)
+    pos = state.agent_pos + jnp.where(moves, jnp.stack([dx, dy]), 0)
+    t = state.t + 1
+    reached = is_forward & (state.front == GOAL[0])
+    reward = jnp.where(reached, 1 - 0.9 * (t / state.max_steps), 0).astype(jnp.float32)
+    state = state._replace(agent_pos=pos, agent_dir=(d + turn) % 4, t=t)
+    return state, reward, reached | (t >= state.max_steps)
+
+
+def step(state, action):
+    """One action, no restart: (Observation, EnvState, reward [] float32, done [] bool)."""
+    state, reward, done = _act(state, action)
+    obs, state = _look(state)
+    return obs, state, reward, done
+
+
+def step_and_reset(state, action):
+    """As `step`; on done the observation and state open an episode on the queue's next level."""
+    state, reward, done = _act(state, action)
+    state = state._replace(slot=(state.slot + done) % len(state.levels.agent_dir))
+    start = _current(state)
+    obs, state = _look(state._replace(
+        agent_pos=jnp.where(done, start.agent_pos, state.agent_pos),
+        agent_dir=jnp.where(done, start.agent_dir, state.agent_dir),
+        t=jnp.where(done, 0, state.t)))
+    return obs, state, reward, done
+
+
+# --- random levels and edits
+
+
+def _below(bits, n):
+    """floor(bits * n / 2^32) without 64-bit integers: uniform on 0 .. n - 1, for n < 2^16."""
+    n = jnp.asarray(n, jnp.uint32)
+    return (((bits >> 16) * n + ((bits & 0xFFFF) * n >> 16)) >> 16).astype(jnp.int32)
+
+
+def _kth(mask, k):
+    """Index of the k-th True (from 0) of a flat mask; its length if there are not so many."""
+    return jnp.sum(jnp.cumsum(mask) <= k)
+
+
+def _xy(index, width):
+    return jnp.stack([index % width, index // width]).astype(jnp.int32)
+
+
+def _place(bits, wall_map):
+    """A level on given walls: agent and goal uniform on distinct free cells; bits [3]."""
+    height, width = wall_map.shape
+    free = ~wall_map.reshape(-1)
+    n_free = jnp.sum(free)
+    agent_rank, goal_rank = _below(bits[0], n_free), _below(bits[1], n_free - 1)
+    goal_rank += goal_rank >= agent_rank                                # skip the agent's cell
+    agent, goal = _kth(free, agent_rank), _kth(free, goal_rank)
+    return Level(wall_map, _xy(agent, width), _below(bits[2], 4), _xy(goal, width))
+
+
+def _check_room(n_walls, height, width):
+    if n_walls > height * width - 2:
+        raise ValueError(f"{n_walls} walls leave no room for agent and goal on {height} x {width}")
+
+
+def sample_level(rng, n_walls=60, height=13, width=13):
+    """Random level: n_walls cells drawn with replacement, then agent, direction and goal."""
+    _check_room(n_walls, height, width)
+    bits = jax.random.bits(rng, (n_walls + 3,), jnp.uint32)
+    cells = _below(bits[3:], height * width)
+    wall_map = jnp.zeros(height * width, bool).at[cells].set(True)
+    return _place(bits[:3], wall_map.reshape(height, width))
+
+
+def edit_level(rng, level, n_edits):
+    """ACCEL's editor: n_edits times one of {nothing, flip a wall, move the goal}, each uniform."""
+    height, width = level.wall_map.shape
+    n_cells = height * width
+    index = jnp.arange(n_cells)
+    agent = level.agent_pos[1] * width + level.agent_pos[0]
+
+    def edit(carry, bits):                                              # bits [2] uint32
+        walls, goal = carry                                             # [H * W] bool, [] int32
+        kind = _below(bits[0], 3)
+        flipped = _below(bits[1], n_cells - 2)                          # skip agent and goal
+        flipped += flipped >= jnp.minimum(agent, goal)
+        flipped += flipped >= jnp.maximum(agent, goal)
+        free = ~walls & (index != agent) & (index != goal)
+        n_free = jnp.sum(free)
+        moved = _kth(free, _below(bits[1], n_free))
+        walls = walls ^ ((kind == 1) & (index == flipped))
+        goal = jnp.where((kind == 2) & (n_free > 0), moved, goal)
+        return (walls, goal), None
+
+    goal = level.goal_pos[1] * width + level.goal_pos[0]
+    carry = (level.wall_map.reshape(-1), goal)
+    (walls, goal), _ = jax.lax.scan(edit, carry, jax.random.bits(rng, (n_edits, 2), jnp.uint32))
+    return level._replace(wall_map=walls.reshape(height, width), goal_pos=_xy(goal, width))
+
+
+# --- solver
+
+
+def _one_step(reached, free):
+    """Cells reached after one more move, by the direction moved in: [4, H, W] from [4, H, W]."""
+    right, down, left, up = reached
+    return free & jnp.stack([jnp.pad(right, ((0, 0), (1, 0)))[:, :-1],
+                             jnp.pad(down, ((1, 0), (0, 0)))[:-1],
+                             jnp.pad(left, ((0, 0), (0, 1)))[:, 1:],
+                             jnp.pad(up, ((0, 1), (0, 0)))[1:]])
+
+
+def solve(level):
+    """Exact breadth-first search over cells and over (direction, cell) at once: a Solution."""
+    height, width = level.wall_map.shape
+    free = ~level.wall_map
+    y, x = jnp.arange(height)[:, None], jnp.arange(width)[None, :]
+    start = (x == level.agent_pos[0]) & (y == level.agent_pos[1])
+    goal = (x == level.goal_pos[0]) & (y == level.goal_pos[1])
+
+    def flood(carry):
+        cells, poses, path_length, n_actions, _ = carry
+        wider_cells = cells | jnp.any(_one_step(jnp.broadcast_to(cells, poses.shape), free), axis=0)
+        turned = jnp.roll(poses, 1, axis=0) | jnp.roll(poses, -1, axis=0)
+        wider = poses | turned | _one_step(poses, free)
+        arrived = jnp.any(wider & goal)
+        # The cells settle no later than the poses do: a move between cells is at least one action.
+        return (wider_cells, wider, path_length + ~jnp.any(cells & goal), n_actions + 1,
+                jnp.any(wider != poses) & ~arrived)
+
+    zero = jnp.zeros((), jnp.int32)
+    poses = start & (jnp.arange(4)[:, None, None] == level.agent_dir)
+    carry = (start, poses, zero, zero, ~jnp.any(start & goal))
+    _, poses, *lengths, _ = jax.lax.while_loop(lambda carry: carry[-1], flood, carry)
+    solvable = jnp.any(poses & goal)
+    return Solution(*(jnp.where(solvable, length, -1) for length in lengths), solvable)
+
+
+def level_code(level):
+    """The level as bits [words] uint32: equal codes mean equal levels (up to 2^14 cells)."""
+    height, width = level.wall_map.shape
+    bits = jnp.pad(level.wall_map.reshape(-1), (0, -height * width % 32)).reshape(-1, 32)
+    words = (bits.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
+    agent, goal = (pos[1] * width + pos[0] for pos in (level.agent_pos, level.goal_pos))
+    places = (goal << 16) | (agent << 2) | level.agent_dir
+    return jnp.append(words, places.astype(jnp.uint32))
+
+
+def optimal_return(solution, max_steps):
+    """1 - 0.9 n* / T, the best return there is; 0 where the goal cannot be reached in time."""
+    in_time = solution.solvable & (solution.n_actions <= max_steps)
+    return jnp.where(in_time, 1 - 0.9 * (solution.n_actions / max_steps), 0).astype(jnp.float32)
+
+
+# --- text form
+
+
+def level_from_text(text):
+    """A level drawn with '#' wall, '.' floor, 'G' goal, and the agent as '>', 'v', '<' or '^'."""
+    rows = [row.strip() for row in text.strip().splitlines()]
+    found = {"agent": None, "goal": None}
+    for r, row in enumerate(rows, start=1):
+        for c, char in enumerate(row, start=1):
+            here = f"row {r}, column {c} (counted from 1)"
+            if char not in "#.G>v<^":
+                raise ValueError(f"unknown character {char!r} at {here}")
+            if char not in "#.":
+                kind = "goal" if char == "G" else "agent"
+                if found[kind]:
+                    raise ValueError(f"a second {kind} at {here}; the first is at row "
+                                     "{}, column {}".format(*found[kind]))
+                found[kind] = (r, c)
+        if len(row) != len(rows[0]):
+            raise ValueError(f"row {r} ends at column {len(row)}, but row 1 ends at column "
+                             f"{len(rows[0])} (counted from 1)")
+    for kind, place in found.items():
+        if place is None:
+            size = f"rows 1 to {len(rows)}, columns 1 to {len(rows[0])}" if rows else "empty text"
+            raise ValueError(f"no {kind} in {size}")
+    (agent_y, agent_x), (goal_y, goal_x) = found["agent"], found["goal"]
+    wall_map = jnp.array([[char == "#" for char in row] for row in rows])
+    return Level(wall_map, jnp.array([agent_x - 1, agent_y - 1], jnp.int32),
+                 jnp.array(">v<^".index(rows[agent_y - 1][agent_x - 1]), jnp.int32),
+                 jnp.array([goal_x - 1, goal_y - 1], jnp.int32))
+
+
+def level_to_text(level):
+    """The level as lines of characters; the inverse of level_from_text."""
+    chars = np.where(np.asarray(level.wall_map), "#", ".")
+    (agent_x, agent_y), (goal_x, goal_y) = np.asarray(level.agent_pos), np.asarray(level.goal_pos)
+    chars[goal_y, goal_x] = "G"
+    chars[agent_y, agent_x] = ">v<^"[int(level.agent_dir)]
+    return "\n".join("".join(row) for row in chars)
+
+
+# --- test mazes
+
+
+class TestMaze(NamedTuple):
+    sample: Callable                     # rng -> Level
+    max_steps: int
+    see_through_walls: bool = True
+
+
+def _fixed(text, max_steps=450, goals=None):
+    """A fixed maze; with `goals`, a list of (x, y), the goal is drawn uniformly at each reset."""
+    def sample(rng):
+        level = level_from_text(text)
+        if goals is None:
+            return level
+        return level._replace(goal_pos=jax.random.choice(rng, jnp.array(goals, jnp.int32)))
+    return TestMaze(sample, max_steps)
+
+
+def sample_perfect_maze(rng, size):
+    """Spanning tree of the even cells by random depth-first search; start, goal: two corners."""
+    n = (size + 1) // 2                                                 # n x n rooms
+    rng_tree, rng_corners = jax.random.split(rng)
+    bits = jax.random.bits(rng_tree, (2 * n * n,), jnp.uint32)
+    root = _below(bits[-1], n * n)
+    dx, dy = jnp.array([1, 0, -1, 0]), jnp.array([0, 1, 0, -1])
+
+    def visit(k, carry):
+        room, parent = carry                                            # [], [n * n]; -1 unvisited
+        x, y = room % n + dx, room // n + dy                            # [4] neighbours
+        inside = (x >= 0) & (x < n) & (y >= 0) & (y < n)
+        new = inside & (parent.at[y * n + x].get(mode="clip") < 0)
+        n_new = jnp.sum(new)
+        pick = _kth(new, _below(bits[k], n_new))
+        next_room = jnp.where(n_new > 0, (y * n + x).at[pick].get(mode="clip"), parent[room])
+        return next_room, parent.at[next_room].set(jnp.where(n_new > 0, room, parent[next_room]))
+
+    parent = jnp.full(n * n, -1).at[root].set(root)
+    _, parent = jax.lax.fori_loop(0, 2 * n * n - 2, visit, (root, parent))
+    room = jnp.arange(n * n)
+    wall_map = jnp.ones((size, size), bool).at[room // n * 2, room % n * 2].set(False)
+    wall_map = wall_map.at[room // n + parent // n, room % n + parent % n].set(False)
+    corners = jnp.array([[0, 0], [size - 1, 0], [0, size - 1], [size - 1, size - 1]], jnp.int32)
+    start, goal = jax.random.permutation(rng_corners, corners)[:2]
+    return Level(wall_map, start, jnp.zeros((), jnp.int32), goal)
+
+
+def sample_four_rooms(rng):
+    """MiniGrid-FourRooms-v0: four rooms of 8 x 8 with a door in each of the four wall segments."""
+    bits = jax.random.bits(rng, (7,), jnp.uint32)
+    doors = _below(bits[:4], 8) + np.array([0, 9, 0, 9])
+    wall_map = jnp.zeros((17, 17), bool).at[8].set(True).at[:, 8].set(True)
+    wall_map = wall_map.at[doors[:2], 8].set(False).at[8, doors[2:]].set(False)
+    return _place(bits[4:], wall_map)
+
+
+def sample_simple_crossing(rng):
+    """MiniGrid-SimpleCrossingS11N5-v0: 5 rivers, one opening each, crossed by a monotone path."""
+    rng_rivers, rng_openings = jax.random.split(rng)
+    rivers = jax.random.permutation(rng_rivers, 8)[:5]
+    is_column, at = rivers < 4, 2 * (rivers % 4) + 1                    # [5]: which way, and where
+    columns = jnp.sort(jnp.where(is_column, at, 9))                     # [5], 9 where there is none
+    rows = jnp.sort(jnp.where(is_column, 9, at))
+    x, y = jnp.arange(9)[None, :], jnp.arange(9)[:, None]
+    wall_map = jnp.isin(x, columns) | jnp.isin(y, rows)
+    # The drawn order of the rivers is also a uniform order of crossing columns and rows.
+    limits_x, limits_y = (jnp.pad(jnp.pad(r, (1, 0), constant_values=-1), (0, 1), constant_values=9)
+                          for r in (columns, rows))
+    bits = jax.random.bits(rng_openings, (5,), jnp.uint32)
+    room_x = room_y = 0
+    for k in range(5):
+        left, right, top, bottom = (limits_x[room_x], limits_x[room_x + 1],
+                                    limits_y[room_y], limits_y[room_y + 1])
+        opening_x = jnp.where(is_column[k], right, left + 1 + _below(bits[k], right - left - 1))
+        opening_y = jnp.where(is_column[k], top + 1 + _below(bits[k], bottom - top - 1), bottom)
+        wall_map = wall_map & ~((x == opening_x) & (y == opening_y))
+        room_x, room_y = room_x + is_column[k], room_y + ~is_column[k]
+    start, goal = jnp.zeros(2, jnp.int32), jnp.full(2, 8, jnp.int32)
+    return Level(wall_map, start, jnp.zeros((), jnp.int32), goal)
+
+
+def sample_solvable(rng):
+    """Uniformly random solvable 60-wall 13 x 13 level, by rejection."""
+    def draw(carry):
+        rng, rng_level = jax.random.split(carry[0])
+        level = sample_level(rng_level)
+        return rng, level, solve(level).solvable
+
+    first = draw((rng,))
+    return jax.lax.while_loop(lambda carry: ~carry[2], draw, first)[1]
+
+
+_MAPS = """
+SixteenRooms  SixteenRooms2 Labyrinth     LabyrinthFlipped Labyrinth2    SmallCorridor
+...#..#..#... ...#.....#... ............. .............    >#........... .............
+.>.......#... .>....#..#... .###########. .###########.    .#.#########. .#.#.#.#.#.#.
+...#..#...... ...#..#..#... .#.........#. .#.........#.    .#.#.......#. .#.#.#.#.#.#.
+#.###.##.###. ####.##.###.# .#.#######.#. .#.#######.#.    .#.#.#####.#. .#.#.#.#.#.#.
+...#......... ...#..#...... .#.#.....#.#. .#.#.....#.#.    .#.#.#...#.#. .#.#.#.#.#.#.
+......#..#... ......#..#... .#.#.###.#.#. .#.#.###.#.#.    ...#.#.#.#.#. .#G#.#.#.#.#.
+##.#.##.###.# #.#####.##### .#.#.#G#.#.#. .#.#.#G#.#.#.    ####.#G#.#.#. >###########.
+...#.....#... ...#..#..#... .#.#.#.#.#.#. .#.#.#.#.#.#.    ...#.###.#.#. .#.#.#.#.#.#.
+...#..#...... ...#......... .#...#...#.#. .#.#...#...#.    .#.#.....#.#. .#.#.#.#.#.#.
+.####.##.#.## ##.##.##.#### .#########.#. .#.#########.    .#.#######.#. .#.#.#.#.#.#.
+...#..#..#... ...#..#..#... .....#.....#. .#.....#.....    .#.........#. .#.#.#.#.#.#.
+......#....G. ......#....G. ####.#.#####. .#####.#.####    .###########. .#.#.#.#.#.#.
+...#.....#... ...#..#..#... >....#....... .......#....<    ............. .............
+
+StandardMaze  StandardMaze2 StandardMaze3 NineRooms     NineRoomsFewerDoors
+.....#>...#.. ...#.#....#.. ...>#.#...... ........#.... ....#...#....
+.###.####.##. .#.#.####...# .####.#.####. .>..#........ .>..#........
+.#........... .#........#.. .#....#.#.... ....#...#.... ....#...#....
+.########.### .########.### ...####.#.#.# ....#...#.... ....#...#....
+........#.... ...#..#.#.#.G ##.#....#.#.. #.###.######. #.###.######.
+######.#####. ##.#.##.#.#.. ...#.##.#.##. ....#........ ....#...#....
+....#..#..... >#.#....#.##. .#.#.#..#..#G ........#.... ........#....
+.##...##.#### .#.##.###..#. .#.#.#.###.## ....#...#.... ....#...#....
+..#.#..#...#. .#..#..###.#. .#...#.#.#... ###.###.##.## ###.##.###.##
+#.#.##.###.#. .##.##.#.#.#. .###.#.#.###. ....#...#.... ....#...#....
+#.#..#...#... .#...#.#.#.#. .#...#.#...#. ........#.... ........#....
+#.##.###.###. .#.#.#.#.#.#. .#.###.#.#.#. ....#......G. ....#...#..G.
+...#..G#.#... ...#...#..... .#...#...#... ....#...#.... ....#...#....
+
+LargeCorridor       MediumMaze TrivialMaze3 TrivialMaze2 MiniMaze TrivialMaze
+................... .#..>##.   .......      .....        >...     ...
+.#.#.#.#.#.#.#.#.#. .#.#.#..   .......      .....        ###.     .#.
+.#.#.#.#.#.#.#.#.#. .#.####.   .......      ..#..        G#..     >#G
+.#.#.#.#.#.#.#.#.#. .....#..   ...#...      ..#..        ...#
+.#.#.#.#.#.#.#.#.#. ####.#.#   ...#...      >.#.G
+.#.#.#.#.#.#.#.#.#. ........   ...#...
+.#.#.#.#.#.#.#.#.#. .######.   >..#..G
+.#.#.#.#.#.#.#.#.#. ..G#....
+.#G#.#.#.#.#.#.#.#.
+>#################.
+.#.#.#.#.#.#.#.#.#.
+.#.#.#.#.#.#.#.#.#.
+.#.#.#.#.#.#.#.#.#.
+.#.#.#.#.#.#.#.#.#.
+.#.#.#.#.#.#.#.#.#.
+.#.#.#.#.#.#.#.#.#.
+.#.#.#.#.#.#.#.#.#.
+.#.#.#.#.#.#.#.#.#.
+...................
+"""
+
+
+def _maps():
+    """{name: text}: blocks of mazes drawn side by side, taller ones first, names above."""
+    maps = {}
+    for block in _MAPS.strip().split("\n\n"):
+        names, *rows = (line.split() for line in block.splitlines())
+        for k, name in enumerate(names):
+            maps[name] = "\n".join(row[k] for row in rows if k < len(row))
+    return maps
+
+
+def _test_mazes():
+    mazes = {name: _fixed(text) for name, text in _maps().items()}
+    for name, max_steps in {"TrivialMaze": 250, "TrivialMaze2": 250, "TrivialMaze3": 250,
+                            "MiniMaze": 72, "MediumMaze": 200}.items():
+        mazes[name] = mazes[name]._replace(max_steps=max_steps)
+    small, large = _maps()["SmallCorridor"], _maps()["LargeCorridor"]
+    mazes["SmallCorridor"] = _fixed(small, 450, [(x, y) for y in (5, 7) for x in range(2, 12, 2)])
+    mazes["LargeCorridor"] = _fixed(large, 882, [(x, y) for y in (8, 10) for x in range(2, 18, 2)])
+    for name, size in {"PerfectMaze": 13, "PerfectMazeMedium": 19, "PerfectMazeLarge": 49,
+                       "PerfectMazeXL": 99}.items():
+        mazes[name] = TestMaze(partial(sample_perfect_maze, size=size), 2 * (size + 2) ** 2)
+    mazes["FourRooms"] = TestMaze(sample_four_rooms, 100, see_through_walls=False)
+    mazes["SimpleCrossing"] = TestMaze(sample_simple_crossing, 484, see_through_walls=False)
+    mazes["Sampled"] = TestMaze(sample_solvable, 250)
+    return mazes
+
+
+TEST_MAZES = _test_mazes()
+SUITES = {
+    "minimax": ["SixteenRooms", "Labyrinth", "StandardMaze"],
+    "jaxued": ["SixteenRooms", "SixteenRooms2", "Labyrinth", "LabyrinthFlipped", "Labyrinth2",
+               "StandardMaze", "StandardMaze2", "StandardMaze3"],
+    "dcd": ["SixteenRooms", "SixteenRooms2", "Labyrinth", "Labyrinth2", "StandardMaze",
+            "StandardMaze2", "StandardMaze3", "SimpleCrossing", "FourRooms", "SmallCorridor",
+            "LargeCorridor", "PerfectMazeMedium"],
+    "sampled": ["Sampled"],
+}
+
+
+def check_maze_names(names):
+    """Raise a ValueError that lists the test mazes if a name is none of them."""
+    for name in names:
+        if name not in TEST_MAZES:
+            raise ValueError(f"unknown maze {name!r}; choose from {', '.join(TEST_MAZES)}")
+
+
+def pad_level(level, height, width):
+    """The level with wall added on the right and below; it plays as before."""
+    rows, columns = height - level.wall_map.shape[0], width - level.wall_map.shape[1]
+    wall_map = jnp.pad(level.wall_map, ((0, rows), (0, columns)), constant_values=True)
+    return level._replace(wall_map=wall_map)
+
+
+def sample_mazes(rng, names):
+    """M test mazes, padded to one size: (Level, max_steps [M], see_through_walls [M] or True)."""
+    check_maze_names(names)
+    mazes = [TEST_MAZES[name] for name in names]
+    levels = [maze.sample(key) for maze, key in zip(mazes, jax.random.split(rng, len(mazes)))]
+    height = max(level.wall_map.shape[0] for level in levels)
+    width = max(level.wall_map.shape[1] for level in levels)
+    levels = [pad_level(level, height, width) for level in levels]
+    levels = jax.tree.map(lambda *x: jnp.stack(x), *levels)
+    see_through = [maze.see_through_walls for maze in mazes]
+    return (levels, jnp.array([maze.max_steps for maze in mazes], jnp.int32),
+            True if all(see_through) else jnp.array(see_through))
+
+
+def reset_mazes(rng, names, episodes):
+    """First observation and state of `episodes` episodes on each of M mazes: [M * episodes]."""
+    _, max_steps, see_through = sample_mazes(rng, names)
+    rngs = jax.random.split(rng, episodes)
+    levels = jax.vmap(lambda rng: sample_mazes(rng, names)[0], out_axes=1)(rngs)  # [M, episodes]
+    levels = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), levels)
+    rules = [x if x is True else jnp.repeat(x, episodes) for x in (max_steps, see_through)]
+    return jax.vmap(reset, (0, 0, None if see_through is True else 0))(levels, *rules)
+
+
+# --- the teacher's MDP (PAIRED): n_walls wall actions, then the goal, then the agent
+
+
+class TeacherState(NamedTuple):
+    level: Level                         # what is placed so far; complete after the last step
+    n_walls: jax.Array                   # [] int32, the budget
+    t: jax.Array                         # [] int32, actions taken
+
+
+class TeacherObservation(NamedTuple):
+    image: jax.Array                     # [H + 2, W + 2, 3] uint8 [y, x, triple], with the border
+    time: jax.Array                      # [] int32
+    noise: jax.Array                     # [50] float32, uniform, redrawn at each step
+
+
+def _teacher_observe(rng, state):
+    level = state.level
+    height, width = level.wall_map.shape
+    x, y = jnp.arange(-1, width + 1)[None, :, None], jnp.arange(-1, height + 1)[:, None, None]
+    is_wall = jnp.pad(level.wall_map, 1, constant_values=True)[:, :, None]
+    is_goal = (x == level.goal_pos[0]) & (y == level.goal_pos[1]) & (state.t > state.n_walls)
+    is_agent = (x == level.agent_pos[0]) & (y == level.agent_pos[1]) & (state.t > state.n_walls + 1)
+    agent = jnp.array(AGENT).at[2].set(level.agent_dir)
+    image = jnp.where(is_wall, np.array(WALL), np.array(EMPTY))
+    image = jnp.where(is_agent, agent, jnp.where(is_goal, np.array(GOAL), image))
+    return TeacherObservation(image.astype(jnp.uint8), state.t, jax.random.uniform(rng, (50,)))
+
+
+def teacher_reset(rng, n_walls=60, height=13, width=13):
+    """An empty grid to design on: (TeacherObservation, TeacherState)."""
+    _check_room(n_walls, height, width)
+    zero = jnp.zeros((), jnp.int32)
+    empty = Level(jnp.zeros((height, width), bool), jnp.zeros(2, jnp.int32), zero,
+                  jnp.zeros(2, jnp.int32))
+    state = TeacherState(empty, jnp.asarray(n_walls, jnp.int32), zero)
+    return _teacher_observe(rng, state), state
+
+
+def teacher_step(rng, state, action):
+    """Place what is due at cell `action` (row-major): (TeacherObservation, TeacherState, done).
+
+    Goal and agent clear a wall in their place; an agent on the goal goes to a random free cell.
+    """
+    rng_place, rng_noise = jax.random.split(rng)
+    bits = jax.random.bits(rng_place, (2,), jnp.uint32)
+    level, n_walls, t = state
+    height, width = level.wall_map.shape
+    index = jnp.arange(height * width)
+    puts_wall, puts_goal, puts_agent = t < n_walls, t == n_walls, t == n_walls + 1
+    goal = jnp.where(puts_goal, action, level.goal_pos[1] * width + level.goal_pos[0])
+    walls = level.wall_map.reshape(-1)
+    walls = jnp.where(index == action, puts_wall, walls)
+    free = ~walls & (index != goal)
+    elsewhere = _kth(free, _below(bits[0], jnp.sum(free)))
+    agent = jnp.where(action == goal, elsewhere, action)
+    level = Level(walls.reshape(height, width),
+                  jnp.where(puts_agent, _xy(agent, width), level.agent_pos),
+                  jnp.where(puts_agent, _below(bits[1], 4), level.agent_dir),
+                  _xy(goal, width))
+    state = TeacherState(level, n_walls, t + 1)
+    return _teacher_observe(rng_noise, state), state, state.t >= n_walls + 2
+
+
+def teacher_level(state):
+    """The level designed; valid after the last step."""
+    return state.level
+
+
+# --- drawing (NumPy, on the host)
+
+
+@lru_cache(maxsize=None)
+def _tile(kind, direction, lit, size):
+    """One cell as MiniGrid draws it, [size, size, 3] uint8, averaged from 3 x 3 as many pixels."""
+    centre = (np.arange(3 * size) + 0.5) / (3 * size)
+    x, y = centre[None, :], centre[:, None]
+    pixels = np.zeros((3 * size, 3 * size, 3))
+    pixels[(x <= 0.031) | (y <= 0.031)] = 100                           # grid lines
+    if kind != EMPTY[0]:
+        pixels[:] = (100, 100, 100) if kind == WALL[0] else (0, 255, 0)
+    if direction is not None:                                           # a red triangle, turned
+        cos, sin = np.cos(np.pi / 2 * direction), np.sin(np.pi / 2 * direction)
+        along, side = (x - 0.5) * cos + (y - 0.5) * sin, (y - 0.5) * cos - (x - 0.5) * sin
+        pixels[(along >= -0.38) & (np.abs(side) <= (0.37 - along) * 0.31 / 0.75)] = (255, 0, 0)
+    if lit:
+        pixels = np.floor(pixels + 0.3 * (255 - pixels))
+    return pixels.reshape(size, 3, size, 3, 3).mean(axis=(1, 3)).astype(np.uint8)
+
+
+def _playing(state):
+    """The level of a state with the agent where it is now, as NumPy arrays."""
+    level = _current(state)._replace(agent_pos=state.agent_pos, agent_dir=state.agent_dir)
+    return jax.tree.map(np.asarray, level)
+
+
+def render(level_or_state, tile=16):
+    """MiniGrid's picture with the outer wall, [h, w, 3] uint8; of a state, its view is lit up."""
+    is_state = isinstance(level_or_state, EnvState)
+    level = _playing(level_or_state) if is_state else jax.tree.map(np.asarray, level_or_state)
+    kinds = np.where(np.pad(level.wall_map, 1, constant_values=True), WALL[0], EMPTY[0])
+    kinds[level.goal_pos[1] + 1, level.goal_pos[0] + 1] = GOAL[0]
+    lit = np.zeros(kinds.shape, bool)
+    (agent_x, agent_y), d = level.agent_pos + 1, int(level.agent_dir)
+    if is_state:
+        dx, dy = [(1, 0), (0, 1), (-1, 0), (0, -1)][d]
+        for i, j in np.argwhere(np.asarray(observe(level_or_state).image)[..., 0] != UNSEEN[0]):
+            ahead, right = VIEW - 1 - j, i - VIEW // 2
+            x, y = agent_x + ahead * dx - right * dy, agent_y + ahead * dy + right * dx
+            if 0 <= y < lit.shape[0] and 0 <= x < lit.shape[1]:
+                lit[y, x] = True
+    facing = np.full(kinds.shape, None)
+    facing[agent_y, agent_x] = d
+    rows = [[_tile(*cell, tile) for cell in zip(*row)] for row in zip(kinds, facing, lit)]
+    return np.concatenate([np.concatenate(row, axis=1) for row in rows])
+
+
+def plot_levels(sections, columns=8):
+    """A matplotlib Figure of {title: (Level batch [K, ...], K captions or None)}."""
+    n_rows = [-(-len(levels.agent_dir) // columns) for levels, _ in sections.values()]
+    heights = [1.85 * n + 0.45 for n in n_rows]                         # inches
+    figure = Figure(figsize=(1.6 * columns, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(sections), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, n, (title, (levels, captions)) in zip(parts, n_rows, sections.items()):
+        levels = jax.tree.map(np.asarray, levels)
+        part.suptitle(title)
+        for k, axes in enumerate(part.subplots(n, columns, squeeze=False).flat):
+            axes.axis("off")
+            if k < len(levels.agent_dir):
+                axes.imshow(render(jax.tree.map(lambda x: x[k], levels)))
+                axes.set_title(captions[k] if captions else "", fontsize=8)
+    return figure
+
+
+# --- command line: walk a maze
+
+
+KEYS = {"a": LEFT, "d": RIGHT, "w": FORWARD,
+        "\x1b[D": LEFT, "\x1b[C": RIGHT, "\x1b[A": FORWARD}            # arrows
+
+
+def _screen(obs, state, reward):
+    """Maze, agent's view and counters as text."""
+    rows = level_to_text(_playing(state)).splitlines()
+    border = "#" * (len(rows[0]) + 2)
+    chars = {EMPTY[0]: ".", WALL[0]: "#", GOAL[0]: "G", UNSEEN[0]: "?"}
+    view = [[chars[int(kind)] for kind in row] for row in np.asarray(obs.image)[..., 0].T]
+    view[VIEW - 1][VIEW // 2] = "^"
+    return "\n".join([border, *(f"#{row}#" for row in rows), border, "", "view ('?' unseen)",
+                      *("  " + "".join(row) for row in view), "",
+                      f"step {int(state.t)} of {int(state.max_steps)}   reward {float(reward):.3f}",
+                      "w or up: forward   a or left, d or right: turn   q: quit"])
+
+
+def _read_keys():
+    """Keys one by one, arrows as their three characters; from a pipe until it ends."""
+    while char := sys.stdin.read(1):
+        yield char + sys.stdin.read(2) if char == "\x1b" else char
+
+
+def _walk(maze, rng):
+    """Play one episode by keyboard."""
+    obs, state = reset(maze.sample(rng), maze.max_steps, maze.see_through_walls)
+    clear = "\x1b[2J\x1b[H" if sys.stdout.isatty() else ""
+    print(clear + _screen(obs, state, 0), flush=True)
+    for key in _read_keys():
+        if key == "q":
+            return
+        if key in KEYS:
+            obs, state, reward, done = jax.jit(step)(state, KEYS[key])
+            print(clear + _screen(obs, state, reward), flush=True)
+            if done:
+                print("goal reached" if reward > 0 else "out of time")
+                return
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Walk a test maze in the terminal, or draw it.")
+    parser.add_argument("name", nargs="?", help="a test maze; without one, they are listed")
+    parser.add_argument("--seed", type=int, default=0, help="of mazes that are drawn at random")
+    parser.add_argument("--png", metavar="FILE", help="write the maze's picture instead")
+    args = parser.parse_args()
+    if args.name not in TEST_MAZES:
+        parser.exit(2, f"choose a maze: {', '.join(TEST_MAZES)}\n")
+    maze, rng = TEST_MAZES[args.name], jax.random.key(args.seed)
+    if args.png:
+        try:
+            imsave(args.png, render(maze.sample(rng)))
+        except (OSError, ValueError) as error:                          # no such folder or format
+            parser.exit(1, f"cannot write {args.png}: {error}\n")
+    elif not sys.stdin.isatty():
+        _walk(maze, rng)
+    else:
+        import termios                                                  # of Unix only
+        import tty
+        before = termios.tcgetattr(sys.stdin)
+        tty.setcbreak(sys.stdin)
+        try:
+            _walk(maze, rng)
+        finally:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""S5, the simplified state space layer, as a policy's recurrent core (Smith 2023, 2208.04933).
+
+    x'(t) = Lambda x(t) + B u(t),    y(t) = C x(t) + D u(t)        a diagonal, complex state space
+    x_k   = Lambda_bar x_{k-1} + B_bar u_k                         at steps of learned length Delta
+    y_k   = 2 Re(C x_k) + D u_k                                    one state of each conjugate pair
+    u    <- LayerNorm(u + g * sigmoid(W g + b)),  g = gelu(y)      a layer; S5 stacks n_layers
+
+Learning takes all T steps at once with a parallel scan, acting (T = 1) one step of the recurrence;
+both drop the state where an episode begins. A complex number is a pair of reals, [2, P] = (re, im),
+wherever T and N are axes: XLA compiles complex scans about seven times slower on CPU.
+
+Shapes: T steps, N sequences, H = d_model features, P = ssm_size / 2 complex states.
+"""
+
+from functools import lru_cache
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+DELTA = 0.001, 0.1  # initial steps: log-uniform between these
+CONJ = np.float32([[1], [-1]])  # [2, 1]  (re, im) * CONJ is the complex conjugate
+
+
+def pair(z):
+    """Complex z [...] as a pair of reals (re, im): [2, ...]."""
+    return jnp.stack([z.real, z.imag]).astype(jnp.float32)
+
+
+def times(a, x):
+    """The complex product a x of a [2, P] and x [..., 2, P]: [..., 2, P]."""
+    return a[0] * x - a[1] * CONJ * jnp.flip(x, -2)
+
+
+# --- the recurrence
+
+
+def scan(Lambda_bar, keep, x, Bu, reverse=False):
+    """x_k = keep_k Lambda_bar x_{k-1} + Bu_k for k = 1..T from x_0 = x [N, 2, P]: [T, N, 2, P].
+
+    A parallel scan (sec. 2.2, app. H) in about 3 sqrt(T) steps, made for a Lambda_bar that never
+    changes: T/L chunks of L steps, all chunks at once; then what each chunk hands to the next."""
+    T = len(Bu)
+    if T == 1:  # acting
+        return keep * times(Lambda_bar, x) + Bu
+    L = next(n for n in range(int(T**0.5), 0, -1) if T % n == 0)
+    keep = keep.reshape(T // L, L, *keep.shape[1:])                # [T/L, L, N, 1, 1]
+    Bu = Bu.reshape(T // L, L, *Bu.shape[1:])                      # [T/L, L, N, 2, P]
+    at = lambda i: L - 1 - i if reverse else i
+
+    def step_from_zero(i, ends):
+        x, power = ends                                            # [T/L, N, 2, P], Lambda_bar^i
+        x = keep[:, at(i)] * times(Lambda_bar, x) + Bu[:, at(i)]
+        return x, times(Lambda_bar, power)
+
+    def next_chunk(x, chunk):
+        keep, end = chunk                                          # [N, 1, 1], [N, 2, P]
+        return keep * times(power, x) + end, x
+
+    def step(i, states):
+        x, xs = states                                             # xs: Bu, turned into x
+        x = keep[:, at(i)] * times(Lambda_bar, x) + xs[:, at(i)]
+        return x, jax.lax.dynamic_update_index_in_dim(xs, x, at(i), 1)
+
+    one = jnp.zeros_like(Lambda_bar).at[0].set(1.0)
+    ends, power = jax.lax.fori_loop(0, L, step_from_zero, (jnp.zeros_like(Bu[:, 0]), one))
+    _, x = jax.lax.scan(next_chunk, x, (keep.prod(1), ends), reverse=reverse)  # x before each chunk
+    _, xs = jax.lax.fori_loop(0, L, step, (x, Bu))
+    return xs.reshape(T, *xs.shape[2:])
+
+
+@jax.custom_vjp
+def recurrence(Lambda_bar, keep, x_0, Bu):
+    """scan, with a gradient that keeps x alone: Lambda_bar [2, P], keep [T, N, 1, 1], Bu as x."""
+    return scan(Lambda_bar, keep, x_0, Bu)
+
+
+def recurrence_forward(Lambda_bar, keep, x_0, Bu):
+    x = scan(Lambda_bar, keep, x_0, Bu)
+    return x, (Lambda_bar, keep, x_0, x)
+
+
+def recurrence_backward(residuals, d_x):
+    """The adjoint is the same recurrence, backwards in time and with Lambda_bar's conjugate."""
+    Lambda_bar, keep, x_0, x = residuals
+    Lambda_conj, keep_next = Lambda_bar * CONJ, jnp.concatenate([keep[1:], keep[:1]])
+    d_Bu = scan(Lambda_conj, keep_next, jnp.zeros_like(x_0), d_x, reverse=True)
+    x_prev, d = jnp.concatenate([x_0[None], x[:-1]]), keep * d_Bu  # [T, N, 2, P]
+    d_re = (d * x_prev).sum((0, 1, 2))                             # [P]
+    d_im = (d * -CONJ * jnp.flip(x_prev, -2)).sum((0, 1, 2))       # [P]
+    return jnp.stack([d_re, d_im]), None, times(Lambda_conj, d[0]), d_Bu
+
+
+recurrence.defvjp(recurrence_forward, recurrence_backward)
+
+
+# --- the layers
+
+
+@lru_cache
+def hippo_legs(n):
+    """Half of the eigenpairs of HiPPO-LegS's normal part (app. B.1), n even: [n/2], [n, n/2]."""
+    p = np.sqrt(np.arange(n) + 0.5)                                # [n]
+    S = np.triu(np.outer(p, p), 1) - np.tril(np.outer(p, p), -1)   # [n, n]  A + p p^T = S - I/2
+    im, V = np.linalg.eigh(-1j * S)                                # S is skew-symmetric, V unitary
+    return -0.5 + 1j * im[n // 2 :], V[:, n // 2 :]                # im > 0: one of each pair
+
+
+class LayerNorm(nn.Module):
+    """1607.06450; flax's takes CPUs three times as long to compile."""
+
+    @nn.compact
+    def __call__(self, u):
+        scale = self.param("scale", nn.initializers.ones, u.shape[-1:])
+        bias = self.param("bias", nn.initializers.zeros, u.shape[-1:])
+        u = u - u.mean(-1, keepdims=True)
+        return u * jax.lax.rsqrt((u * u).mean(-1, keepdims=True) + 1e-6) * scale + bias
+
+
+class S5Layer(nn.Module):
+    """State space, half-GLU, skip, norm (sec. 3): x [N, 2, P], u [T, N, H], keep -> x_T, u."""
+
+    d_model: int
+    ssm_size: int
+    blocks: int
+    norm: str
+
+    @nn.compact
+    def __call__(self, x, u, keep):
+        T, N, H = u.shape
+        P = self.ssm_size // 2
+        Lambda_block, V_block = hippo_legs(self.ssm_size // self.blocks)
+        Lambda_0 = np.tile(Lambda_block, self.blocks)              # [P]
+        V = np.kron(np.eye(self.blocks), V_block)                  # [2P, P]  V^-1 = V^H
+        lecun = nn.initializers.lecun_normal(1, 0)
+        init_B = lambda rng: pair(V.conj().T @ lecun(rng, (2 * P, H)))
+        init_C = lambda rng: pair(lecun(rng, (H, 2 * P)) @ V)
+        init_log_Delta = lambda rng: jax.random.uniform(rng, (P,), jnp.float32, *np.log(DELTA))
+
+        Lambda_re = self.param("Lambda_re", lambda _: pair(Lambda_0)[0])   # [P]
+        Lambda_im = self.param("Lambda_im", lambda _: pair(Lambda_0)[1])   # [P]
+        B = self.param("B", init_B)                                # [2, P, H]
+        C = self.param("C", init_C)                                # [2, H, P]
+        D = self.param("D", nn.initializers.normal(1.0), (H,))     # [H]
+        log_Delta = self.param("log_Delta", init_log_Delta)        # [P]
+
+        # zero-order hold (eq. 6); expm1, as Lambda_bar - 1 cancels where Delta is small
+        Lambda = jnp.minimum(Lambda_re, -1e-4) + 1j * Lambda_im    # [P]  Re < 0: stable
+        Delta = jnp.exp(log_Delta)                                 # [P]
+        Lambda_bar = jnp.exp(Lambda * Delta)                       # [P]
+        B_bar = (jnp.expm1(Lambda * Delta) / Lambda)[:, None] * (B[0] + 1j * B[1])  # [P, H]
+
+        skip = u
+        u = LayerNorm()(u) if self.norm == "before" else u
+        Bu = (u @ pair(B_bar).reshape(2 * P, H).T).reshape(T, N, 2, P)
+        x = recurrence(pair(Lambda_bar), keep, x, Bu)              # [T, N, 2, P]
+        C = 2 * jnp.concatenate([C[0], -C[1]], 1)                  # [H, 2P]  2 Re(C x) of pairs x
+        y = x.reshape(T, N, 2 * P) @ C.T + D * u                   # [T, N, H]
+        g = nn.gelu(y)
+        u = skip + g * nn.sigmoid(nn.Dense(H)(g))
+        u = LayerNorm()(u) if self.norm == "after" else u
+        return x[-1], u
+
+
+class S5(nn.Module):
+    """Encoder and S5 layers: carry, xs [T, N, ...], is_first [T, N] -> carry, ys [T, N, H]."""
+
+    d_model: int = 256  # H
+    ssm_size: int = 256  # 2P: complex states, of which conjugate symmetry keeps half
+    n_layers: int = 2
+    blocks: int = 2  # HiPPO-LegS blocks on the diagonal of the initial state matrix
+    norm: str = "after"  # LayerNorm's place in a layer: "after", "before", "none"
+
+    def initial_carry(self, batch):
+        """The state that opens an episode: for each layer [N, 2, P]."""
+        return (jnp.zeros((batch, 2, self.ssm_size // 2)),) * self.n_layers
+
+    @nn.compact
+    def __call__(self, carry, xs, is_first):
+        keep = 1.0 - jnp.float32(is_first)[..., None, None]        # [T, N, 1, 1]  0: o_t opens one
+        u = nn.Dense(self.d_model)(xs)                             # [T, N, H]
+        states = []
+        for x in carry:
+            layer = S5Layer(self.d_model, self.ssm_size, self.blocks, self.norm)
+            x, u = layer(x, u, keep)
+            states.append(x)
+        return tuple(states), u
