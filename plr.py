@@ -1,17 +1,17 @@
 """Prioritised level replay: PLR (2010.03934), robust PLR (2110.02439), parallel PLR (2311.12716).
 
-A buffer keeps the levels that the student can learn most from, by a score that estimates its regret.
-Robust PLR learns from replayed levels only; fresh random ones are just scored.
+A buffer keeps the levels that the student can learn most from, by a score that estimates its
+regret. Robust PLR learns from replayed levels only; fresh random ones are just scored.
 
     initialise the student and an empty buffer
     for each update:
-        choose N levels: replayed from the buffer with probability replay_prob, else fresh random ones
+        choose N levels: from the buffer with probability replay_prob, else fresh random ones
         play T steps from zero recurrent state; when an episode ends, restart the same level
         score each level; write the scores of replayed levels, let good fresh ones replace weak ones
         learn with PPO if the levels were replayed (plain PLR: always)
         now and then: evaluate on test mazes that were never trained on
 
-Parallel PLR plays [N fresh | N replayed] together in every cycle and learns from the replayed block.
+Parallel PLR plays [N fresh | N replayed] together in every cycle and learns from the latter.
 Differs from dr.py in the buffer, the scores and phases 1, 3 and 4 of the cycle.
 
 Run        python plr.py --seeds 8        python plr.py --parallel        python plr.py --no-robust
@@ -33,7 +33,7 @@ import time
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
-from itertools import count
+from itertools import count, product
 from typing import Literal, NamedTuple, get_args, get_origin
 
 import flax.linen as nn
@@ -68,7 +68,7 @@ class Config:
     update_epochs: int = 5  # passes over the batch
     num_minibatches: int = 1  # they split trajectories, never time
     gamma: float = 0.999  # discount
-    gae_lambda: float | None = None  # lambda of generalised advantage estimation; 0.98, parallel 0.95
+    gae_lambda: float | None = None  # of generalised advantage estimation; 0.98, parallel 0.95
     clip_eps: float = 0.2  # clip range of the probability ratio and of the value
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
@@ -86,8 +86,8 @@ class Config:
     see_through_walls: bool = True  # False: MiniGrid's occlusion
     # level replay
     robust: bool = True  # learn from replayed levels only
-    parallel: bool = False  # fresh and replayed levels in one rollout; changes the defaults that say so
-    replay_prob: float = 0.5  # share of cycles that replay, once the buffer is warm; not if parallel
+    parallel: bool = False  # fresh and replayed levels together, with other defaults where said
+    replay_prob: float = 0.5  # share of cycles that replay once the buffer is warm; parallel: all
     score: Literal[
         "max_mc", "positive_value_loss", "l1_value_loss", "learnability", "oracle_regret"
     ] = "max_mc"  # what makes a level worth replaying
@@ -103,6 +103,8 @@ class Config:
     seed: int = 0  # the first seed
     seeds: int = 1  # trainings, with seeds from the first on
     seeds_at_once: int = 0  # trainings that share the devices' memory at once; 0: all
+    sweep: tuple[str, ...] = ()  # float fields to sweep, as lr=1e-4,3e-4 or lr=log:1e-5:1e-3:8
+    sweep_random: int = 0  # that many random points of the sweep; 0: the whole grid
     out: str = ""  # run folder; default: the next free runs/NAME-1, runs/NAME-2, ...
     resume: bool = False  # go on with the run in --out
     log_interval: int = 10  # updates between rows of logs.csv
@@ -123,7 +125,8 @@ STATIC = [f.name for f in fields(Config) if f.name not in FLOATS]
 
 
 def flatten(config):
-    return [getattr(config, name) for name in FLOATS], tuple(getattr(config, name) for name in STATIC)
+    values = vars(config)
+    return [values[name] for name in FLOATS], tuple(values[name] for name in STATIC)
 
 
 def unflatten(static, floats):
@@ -182,10 +185,10 @@ PATCHES = np.lib.stride_tricks.sliding_window_view(PATCHES, (3, 3, 3)).reshape(9
 
 @jax.custom_vjp
 def lstm(carry, z, is_first, w):
-    """LSTM (Hochreiter 1997): inputs z = W x + b [T, B, 4H], recurrent w [H, 4H] -> carry, h [T, B, H].
+    """LSTM (Hochreiter 1997): inputs z = W x + b [T, B, 4H], w [H, 4H] -> carry, h [T, B, H].
 
-    Its gradient by hand: dw is one large product over all steps, a quarter less time than autodiff's
-    sum of T small ones."""
+    Its gradient is written by hand: dw is one large product over all steps, which takes a fifth
+    less time than autodiff's sum of T small ones."""
     return lstm_forward(carry, z, is_first, w)[0]
 
 
@@ -222,7 +225,7 @@ lstm.defvjp(lstm_forward, lstm_backward)
 
 
 def gru(carry, z, is_first, w):
-    """GRU (1406.1078): inputs z = W x + b [T, B, 3H], recurrent w [H, 3H] -> carry, h [T, B, H]."""
+    """GRU (1406.1078): inputs z = W x + b [T, B, 3H], w [H, 3H] -> carry, h [T, B, H]."""
 
     def step(h, x):
         z, keep = x
@@ -347,9 +350,9 @@ def find(buffer, code):
 def write_buffer(buffer, entries, slot, now, temperature, staleness_coef):
     """Update the slots of levels that have one; let the others contest the weakest slots.
 
-    Copies of a level agree on the mean of their scores and the best of their returns. The i-th best
-    new level contests the i-th weakest slot (empty ones first, then by P) and wins if its score is no
-    lower."""
+    Copies of a level agree on the mean of their scores and the best of their returns. The i-th
+    best new level contests the i-th weakest slot (empty ones first, then by P) and wins if its
+    score is no lower."""
     known, finished = slot < len(buffer.score), entries.filled
     copies = (slot[:, None] == slot) & finished  # [N, N]
     pool = lambda x: jnp.where(copies, x, 0).sum(1) / copies.sum(1)
@@ -376,7 +379,7 @@ def write_buffer(buffer, entries, slot, now, temperature, staleness_coef):
 def level_outcomes(batch, advantage, max_return, optimal_return, num_evals):
     """What E copies of N levels scored in the episodes that ended in the batch [T, N * E].
 
-    -> number of episodes, mean return, max return (with the one before), and every score, all [N]."""
+    -> number of episodes, mean return, max return (the one before included), every score; [N]."""
     number = len(max_return)
     pool = lambda x, reduce: reduce(x.reshape(len(x), number, num_evals), axis=(0, 2))
     episodes = pool(batch.done, jnp.sum)
@@ -406,7 +409,8 @@ def make_train(config, shards=1):
     num_columns = num_levels * config.num_evals  # B, of a block of N levels
     num_slots = config.buffer_size // shards  # K on this device
     least = config.num_envs * (2 if config.parallel else 1)
-    demand(config.buffer_size >= least, config, "buffer_size", f"at least {least}, a cycle's levels")
+    allowed = f"at least {least}, the levels of a cycle"
+    demand(config.buffer_size >= least, config, "buffer_size", allowed)
     core = make_core(config.rnn, config.hidden_size, config.s5_layers, config.s5_norm)
     network = ActorCritic(core)
     mazes = amaze.SUITES.get(config.eval_suite) or config.eval_suite.split(",")
@@ -559,7 +563,7 @@ def make_train(config, shards=1):
         return {name: mean(x, batch.done & where) for name, x in stats.items()}
 
     def level_stats(levels, solution, where=True):
-        """Walls, shortest path (cells, if solvable) and solvable share of the levels `where` [N]."""
+        """Walls, shortest path (cells) and solvable share of the levels `where` [N]."""
         return {
             "walls": mean(levels.wall_map.sum((-2, -1)), where),
             "path_length": mean(solution.path_length, solution.solvable & where),
@@ -608,7 +612,7 @@ def make_train(config, shards=1):
         return {f"buffer_{name}": x for name, x in stats.items()}
 
     def replays(step):
-        """Whether cycle `step` replays: the same for all seeds, so that vmapped it stays a branch."""
+        """Whether cycle `step` replays; the same for all seeds, so that it stays a branch."""
         warm = step * config.num_envs >= config.min_fill * config.buffer_size
         draw = jax.random.uniform(jax.random.fold_in(jax.random.key(0), step))
         return warm if config.parallel else warm & (draw < config.replay_prob)
@@ -680,13 +684,13 @@ def make_train(config, shards=1):
         path = lambda levels: {"path": jax.vmap(amaze.solve)(levels).path_length}
         weight = replay_probabilities(state.buffer, state.step, *strength)
         top = jnp.argsort(-weight)[:num_levels]
-        levels, score, touched = jax.tree.map(lambda x: x[top], (state.buffer.level, state.buffer.score, state.buffer.touched))
-        captions = {"score": score, "age": state.step - touched, "P": weight[top]}
+        best = jax.tree.map(lambda x: x[top], state.buffer)
+        captions = {"score": best.score, "age": state.step - best.touched, "P": weight[top]}
         fresh, replayed = sample_fresh(rng, state)[0], sample_replay(rng, state)[0]
         return {
             "fresh": (fresh, path(fresh)),
             "replayed": (replayed, path(replayed)),
-            "most probable of the buffer": (levels, captions),
+            "most probable of the buffer": (best.level, captions),
         }
 
     def train(rng):
@@ -698,20 +702,23 @@ def make_train(config, shards=1):
 
 
 # --- command line
-# A run is a list of rows: a seed and its swept values. Rows form groups: what fits at once. A group is one
-# program, pmapped over devices and vmapped over rows: [D, R, ...]. The same text in all four files.
+# The same in each file. A run is a list of rows: a seed and its swept values. Rows form groups:
+# what fits at once. A group is one program, pmapped over D devices, vmapped over R rows: [D, R, ...].
 
 ALLOWED = {
-    "at least 0": (lambda v: v >= 0, """lr ent_coef vf_coef n_walls num_edits eval_interval archive_interval
-        plot_interval devices seed seeds_at_once sweep_random teacher_lr teacher_ent_coef"""),
-    "at least 1": (lambda v: v >= 1, """num_updates num_envs num_evals num_steps update_epochs num_minibatches
-        hidden_size s5_layers max_steps eval_episodes seeds log_interval checkpoint_interval buffer_size
-        num_students teacher_hidden_size"""),
+    "at least 0": (lambda v: v >= 0, """lr ent_coef vf_coef n_walls num_edits eval_interval seed
+        archive_interval plot_interval devices seeds_at_once sweep_random teacher_lr
+        teacher_ent_coef"""),
+    "at least 1": (lambda v: v >= 1, """num_updates num_envs num_evals num_steps update_epochs seeds
+        num_minibatches hidden_size s5_layers max_steps eval_episodes log_interval num_students
+        checkpoint_interval buffer_size teacher_hidden_size teacher_filters"""),
     "at least 2": (lambda v: v >= 2, "height width"),
     "above 0": (lambda v: v > 0, "clip_eps max_grad_norm temperature"),
-    "from 0 to 1": (lambda v: 0 <= v <= 1, "gamma gae_lambda replay_prob staleness_coef min_fill"),
+    "from 0 to 1": (lambda v: 0 <= v <= 1, """gamma gae_lambda replay_prob staleness_coef min_fill
+        teacher_gamma teacher_gae_lambda"""),
 }  # fmt: skip
-FREE = "resume out checkpoint_interval archive_interval plot_interval devices seeds_at_once"  # on --resume
+# what may differ when a run is resumed
+FREE = "resume out checkpoint_interval archive_interval plot_interval devices seeds_at_once".split()
 
 
 class BadConfig(ValueError):
@@ -738,15 +745,42 @@ def check(config):
     mazes = amaze.SUITES.get(config.eval_suite) or config.eval_suite.split(",")
     demand(set(mazes) <= set(amaze.TEST_MAZES), config, "eval_suite", known)
     room = config.height * config.width - 2
-    demand(config.n_walls <= room, config, "n_walls", f"at most {room}: agent and goal need a cell each")
+    demand(config.n_walls <= room, config, "n_walls", f"at most {room}: two cells stay free")
     batch = config.num_envs * config.num_evals
-    demand(batch % config.num_minibatches == 0, config, "num_minibatches", f"a divisor of {batch}")
+    allowed = f"a divisor of {batch}, the trajectories"
+    demand(batch % config.num_minibatches == 0, config, "num_minibatches", allowed)
+
+
+def sweep_values(config, sweep, rng):
+    """`lr=1e-4,3e-4` or `lr=log:1e-5:1e-3:8` -> name, values: the grid's, or sweep_random drawn."""
+    name, _, values = sweep.partition("=")
+    if name not in FLOATS:
+        why = f"a float: {', '.join(FLOATS)}; for other fields, a run for each value"
+        raise BadConfig(f"sweep = {sweep!r}: allowed is {why}")
+    try:
+        if not values.startswith("log:"):
+            values = [float(value) for value in values.split(",")]
+            random = rng.choice(values, config.sweep_random)
+        else:
+            low, high, number = values[4:].split(":")
+            values = np.geomspace(float(low), float(high), int(number)).tolist()
+            random = np.exp(rng.uniform(*np.log([values[0], values[-1]]), config.sweep_random))
+    except ValueError:
+        allowed = f"{name}=0.1,0.2 or {name}=log:0.01:0.1:8"
+        raise BadConfig(f"sweep = {sweep!r}: allowed is {allowed}") from None
+    return name, random.tolist() if config.sweep_random else values
 
 
 def make_rows(config):
-    """The rows of a run: a dict of seed and swept floats for each."""
-    rows = [{"seed": config.seed + i} for i in range(config.seeds)]
-    return rows
+    """The rows: a dict of seed and swept floats for each; every point of a sweep has all seeds."""
+    rng = np.random.default_rng(config.seed)
+    swept = dict(sweep_values(config, sweep, rng) for sweep in config.sweep)
+    points = zip(*swept.values()) if config.sweep_random else product(*swept.values())
+    points = [dict(zip(swept, point)) for point in points]
+    for point in points:
+        check(replace(config, **point))
+    seeds = range(config.seed, config.seed + config.seeds)
+    return [{"seed": seed} | point for point in points for seed in seeds]
 
 
 def choose_devices(config, sizes):
@@ -756,8 +790,8 @@ def choose_devices(config, sizes):
     number = config.devices or math.gcd(len(here), *parts)
     demand(number <= len(here), config, "devices", f"at most {len(here)}, the devices here")
     for part in parts:
-        what = f"a divisor of {part}, the {'trainings at once' if config.shard == 'seeds' else 'num_envs'}"
-        demand(part % number == 0, config, "devices", what)
+        what = "the trainings at once" if config.shard == "seeds" else "num_envs"
+        demand(part % number == 0, config, "devices", f"a divisor of {part}, {what}")
     return here[:number]
 
 
@@ -772,15 +806,15 @@ def make_programs(config, devices):
     pmap = partial(jax.pmap, axis_name="shards", devices=devices)
 
     def update(steps):
-        program = jax.vmap(lambda row, state: train(row).update(state, steps), (0, axes), (axes, 0))
-        return pmap(program, donate_argnums=1)
+        program = lambda row, state: train(row).update(state, steps)
+        return pmap(jax.vmap(program, (0, axes), (axes, 0)), donate_argnums=1)
 
     show = jax.vmap(lambda row, state: train(row).show(state), (0, axes))
     return pmap(jax.vmap(init, out_axes=axes)), update, pmap(show)
 
 
 def deal(config, rows, num_devices):
-    """One group's rows as arrays [devices, rows of each]; where levels are split each device has all."""
+    """A group's rows as arrays [D, R]; where levels are split, each device has all of them."""
     arrays = {name: np.array([row[name] for row in rows]) for name in rows[0]}
     if config.shard == "levels":
         return {name: np.tile(x, (num_devices, 1)) for name, x in arrays.items()}
@@ -788,15 +822,16 @@ def deal(config, rows, num_devices):
 
 
 def to_host(config, state):
-    """A group's state as NumPy arrays [shards, rows, ...]: what checkpoints hold, on any number of devices."""
-    state = jax.device_get(state.replace(rng=jax.random.key_data(state.rng), step=state.step[:, None]))
+    """A group's state as NumPy arrays [shards, rows, ...], as checkpoints hold it."""
+    key_data = jax.random.key_data(state.rng)
+    state = jax.device_get(state.replace(rng=key_data, step=state.step[:, None]))
     if config.shard == "seeds":
         state = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), state)
     return state.replace(step=state.step[0, 0])
 
 
 def to_devices(state, num_devices):
-    """The inverse: [shards, rows, ...] -> [devices, rows of each, ...]."""
+    """The inverse: [shards, rows, ...] -> [D, R, ...]."""
     state = state.replace(step=np.full((num_devices, 1), state.step))
     state = jax.tree.map(lambda x: x.reshape(num_devices, -1, *x.shape[2:]), state)
     return state.replace(step=state.step[:, 0], rng=jax.random.wrap_key_data(state.rng))
@@ -817,18 +852,20 @@ def write(path, data):
 
 
 def log_rows(config, rows, chunk, step, seconds):
-    """A dict for each row of the run: means over a chunk's metrics [R, steps], counters as they stand."""
+    """A dict for each row of logs.csv: means over a chunk [R, steps], counters as they stand."""
     for i, row in enumerate(rows):
         finite = {name: x[i][~np.isnan(x[i])] for name, x in chunk.items()}
         means = {name: f"{x.mean():.7g}" if x.size else "" for name, x in finite.items()}
-        del means["rollouts"], means["grad_updates"]
-        env_steps = int(chunk["rollouts"][i, -1]) * config.num_envs * config.num_evals * config.num_steps
-        counters = {"grad_updates": int(chunk["grad_updates"][i, -1]), "env_steps": env_steps}
-        yield {"update": step} | counters | row | {"seconds": round(seconds, 1)} | means
+        counters = {name: int(chunk[name][i, -1]) for name in ("grad_updates", "rollouts")}
+        for name in counters:
+            del means[name]
+        env_steps = config.num_envs * config.num_evals * config.num_steps
+        counters["env_steps"] = counters.pop("rollouts") * env_steps
+        yield {"update": step} | counters | row | {"seconds": f"{seconds:.1f}"} | means | row
 
 
 def plot_curves(folder, swept):
-    """curves.png from logs.csv: return and solve rate against env steps, mean and spread over seeds."""
+    """curves.png from logs.csv: return and solve rate against env steps, mean and spread."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     with open(folder / "logs.csv", newline="") as file:
         table = list(csv.DictReader(file))
@@ -837,23 +874,46 @@ def plot_curves(folder, swept):
         curves = {}
         for row in table:
             if row.get(column):
-                curve = curves.setdefault(", ".join(f"{name} {row[name]}" for name in swept), {})
-                curve.setdefault(int(row["env_steps"]), []).append(float(row[column]))
+                label = ", ".join(f"{name} {float(row[name]):.3g}" for name in swept)
+                values = curves.setdefault(label, {}).setdefault(int(row["env_steps"]), [])
+                values.append(float(row[column]))
         for label, curve in curves.items():
-            mean, std = (np.array([f(values) for values in curve.values()]) for f in (np.mean, np.std))
+            mean, std = (np.array([f(x) for x in curve.values()]) for f in (np.mean, np.std))
             axis.plot(list(curve), mean, label=label)
             axis.fill_between(list(curve), mean - std, mean + std, alpha=0.2)
         axis.set(xlabel="env steps", title=title, ylim=(0, 1))
-        if swept:
+        if swept and len(curves) <= 12:
             axis.legend(fontsize="small")
     save_figure(folder / "curves.png", figure)
+
+
+def rank_sweep(folder, swept, table):
+    """Print the points of a sweep by their last solve rate, and plot it: sweep.png."""
+    points = {}
+    for row in table:
+        score = float(row.get("eval_solve_rate") or row["train_solve_rate"] or 0)
+        points.setdefault(tuple(row[name] for name in swept), []).append(score)
+    print(*swept, "solve rate, mean and 95% interval over seeds", sep="\t")
+    for point, scores in sorted(points.items(), key=lambda item: -np.mean(item[1])):
+        interval = 1.96 * np.std(scores, ddof=1) / len(scores) ** 0.5 if len(scores) > 1 else np.nan
+        print(*(f"{value:.4g}" for value in point), end="\t")
+        print(f"{np.mean(scores):.3f} +- {interval:.3f}")
+    figure = Figure(figsize=(4 * len(swept), 4), layout="constrained")
+    for i, (axis, name) in enumerate(zip(figure.subplots(1, len(swept), squeeze=False)[0], swept)):
+        for point, scores in points.items():
+            axis.plot([point[i]] * len(scores), scores, "o", alpha=0.5, color="C0")
+        values = [point[i] for point in points]
+        wide = min(values) > 0 and max(values) / min(values) > 10
+        scale = "log" if wide else "linear"
+        axis.set(xlabel=name, ylabel="solve rate", ylim=(-0.02, 1.02), xscale=scale)
+    save_figure(folder / "sweep.png", figure)
 
 
 def plot_levels(path, shown):
     """levels/update_<n>.png: the levels in training, of the run's first row."""
     first, sections = jax.tree.map(lambda x: np.asarray(x)[0, 0], shown), {}
     for title, (levels, captions) in first.items():
-        lines = zip(*([f"{name} {value:.3g}" for value in values] for name, values in captions.items()))
+        lines = zip(*([f"{name} {x:.3g}" for x in values] for name, values in captions.items()))
         sections[title] = levels, ["\n".join(line) for line in lines] or None
     save_figure(path, amaze.plot_levels(sections))
 
@@ -867,47 +927,52 @@ def save_figure(path, figure):
 def open_run(config):
     """The run folder and its last checkpoint, with its logs cut back to that checkpoint."""
     script = Path(__file__)
-    free = (f"runs/{script.stem}-{i}" for i in count(1) if not Path(f"runs/{script.stem}-{i}").exists())
-    folder, checkpoint = Path(config.out or next(free)), {"step": 0, "seconds": 0.0, "log_bytes": 0}
+    names = (Path(f"runs/{script.stem}-{i}") for i in count(1))
+    folder = Path(config.out or next(name for name in names if not name.exists()))
+    checkpoint = {"step": 0, "seconds": 0.0, "log_bytes": 0}
     if not config.resume:
-        empty = not folder.exists() or folder.is_dir() and not any(folder.iterdir())
-        demand(empty, config, "out", "a new or empty folder; --resume goes on with a run")
+        fresh = not folder.exists() or folder.is_dir() and not any(folder.iterdir())
+        demand(fresh, config, "out", "a new or empty folder; --resume goes on with a run")
         (folder / "levels").mkdir(parents=True)
-        write(folder / "config.json", json.dumps({"script": script.name} | asdict(config), indent=2).encode())
+        stored = {"script": script.name} | asdict(config)
+        write(folder / "config.json", json.dumps(stored, indent=2).encode())
     elif (folder / "checkpoint.msgpack").exists():
-        checkpoint = serialization.msgpack_restore((folder / "checkpoint.msgpack").read_bytes())
+        data = (folder / "checkpoint.msgpack").read_bytes()
+        checkpoint = serialization.msgpack_restore(data)
     if (folder / "logs.csv").exists():
         os.truncate(folder / "logs.csv", checkpoint["log_bytes"])
     return folder, checkpoint
 
 
 def run(config):
-    """Train all rows: chunks of log_interval updates, and between them logs, checkpoints, pictures."""
+    """Train all rows: chunks of log_interval updates; between them logs, checkpoints, pictures."""
     rows = make_rows(config)
+    swept = list(rows[0])[1:]
     at_once = config.seeds_at_once or len(rows)
     groups = [slice(i, i + at_once) for i in range(0, len(rows), at_once)]
     devices = choose_devices(config, [len(rows[group]) for group in groups])
     folder, checkpoint = open_run(config)
     init, update, show = make_programs(config, devices)
     dealt = [deal(config, rows[group], len(devices)) for group in groups]
-    park, fetch = lambda state: state, lambda state: state
-    if len(groups) > 1:  # groups take turns on the devices; those that wait are in the host's memory
+    park = fetch = lambda state: state
+    if len(groups) > 1:  # groups take turns on the devices; those that wait are in host memory
         park, fetch = partial(to_host, config), partial(to_devices, num_devices=len(devices))
     step, seconds = checkpoint["step"], checkpoint["seconds"]
     if step:
-        saved = serialization.from_state_dict(jax.eval_shape(init, dealt[0]), checkpoint["state"])
-        parts = (jax.tree.map(lambda x: x[:, group] if np.ndim(x) else x, saved) for group in groups)
-        states = [park(to_devices(part, len(devices))) for part in parts]
+        saved = jax.eval_shape(init, dealt[0])
+        saved = serialization.from_state_dict(saved, checkpoint.pop("state"))
+        part = lambda group: jax.tree.map(lambda x: x[:, group] if np.ndim(x) else x, saved)
+        states = [park(to_devices(part(group), len(devices))) for group in groups]
     else:
         states = [park(init(group)) for group in dealt]
 
     @cache
     def compiled(steps, shape):
         i = [group["seed"].shape for group in dealt].index(shape)
+        bar.write(f"compiling {steps} updates ...")
         started = time.time()
-        bar.write("compiling ...", end=" ")
         program = update(steps).lower(dealt[i], fetch(states[i])).compile()
-        bar.write(f"{time.time() - started:.1f} s")
+        bar.write(f"compiled in {time.time() - started:.1f} s")
         return program
 
     def save(name):
@@ -915,16 +980,21 @@ def run(config):
         os.fsync(log.fileno())
         parts = [to_host(config, fetch(state)) for state in states]
         state = jax.tree.map(lambda *x: np.concatenate(x, 1) if x[0].ndim else x[0], *parts)
-        data = {"step": step, "seconds": seconds, "log_bytes": log.tell(), "rows": {str(i): row for i, row in enumerate(rows)}}
+        data = {"step": step, "seconds": seconds, "log_bytes": log.tell()}
+        data["rows"] = {str(i): row for i, row in enumerate(rows)}
         data["state"] = serialization.to_state_dict(state)
         write(folder / name, serialization.msgpack_serialize(data))
 
-    stop = []
+    def request_stop(number, _):
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends at once
+
+    stop, shown = [], {}
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: stop.append(number))
-    print(f"{folder}: {len(rows)} training(s) on {len(devices)} {devices[0].device_kind} device(s)")
+        signal.signal(number, request_stop)
+    kind = devices[0].device_kind
+    print(f"{folder}: {len(rows)} training(s) on {len(devices)} x {kind}", flush=True)
     bar = tqdm(total=config.num_updates, initial=step, unit="update", dynamic_ncols=True)
-    shown = {}
     with open(folder / "logs.csv", "a", newline="") as log, bar:
         while step < config.num_updates and not stop:
             before, steps, chunks = step, min(config.log_interval, config.num_updates - step), []
@@ -933,11 +1003,11 @@ def run(config):
                 started = time.time()
                 state, chunk = jax.block_until_ready(program(group, fetch(states[i])))
                 seconds += time.time() - started
-                states[i] = park(state)
-                chunk = jax.device_get(chunk)
-                chunks.append({k: x[0] if config.shard == "levels" else np.concatenate(x) for k, x in chunk.items()})
+                states[i], chunk = park(state), jax.device_get(chunk)
+                by_row = (lambda x: x[0]) if config.shard == "levels" else np.concatenate
+                chunks.append({name: by_row(x) for name, x in chunk.items()})
             step += steps
-            chunk = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
+            chunk = {name: np.concatenate([part[name] for part in chunks]) for name in chunks[0]}
             table = list(log_rows(config, rows, chunk, step, seconds))
             writer = csv.DictWriter(log, table[0])
             if log.tell() == 0:
@@ -958,44 +1028,51 @@ def run(config):
             if due(config.archive_interval):
                 save(f"checkpoint_{step}.msgpack")
             if last or due(config.plot_interval):
-                plot_curves(folder, list(rows[0])[1:])
-                plot_levels(folder / "levels" / f"update_{step}.png", show(dealt[0], fetch(states[0])))
+                plot_curves(folder, swept)
+                picture = folder / "levels" / f"update_{step}.png"
+                plot_levels(picture, show(dealt[0], fetch(states[0])))
     if stop:
-        print(f"stopped at update {step}; go on with: python {sys.argv[0]} --resume --out {folder}")
+        print(f"stopped at update {step}; to go on: python {sys.argv[0]} --resume --out {folder}")
         sys.exit(128 + stop[0])
-    gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"done: {seconds:.0f} s of training, peak memory {gib:.1f} GiB on the host")
+    if swept and step > checkpoint["step"]:
+        rank_sweep(folder, swept, table)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"done: {seconds:.0f} s of training, peak memory {peak:.1f} GiB on the host")
 
 
 def parse(arguments):
-    """The command line's Config; on --resume, what is not given there comes from the run's config.json."""
-    cli = partial(tyro.cli, Config, args=arguments, description=__doc__, config=(tyro.conf.UseAppendAction,))
-    config = cli()
+    """The command line; on --resume, what is not given there comes from the run's config.json."""
+    options = dict(args=arguments, description=__doc__, config=(tyro.conf.UseAppendAction,))
+    config = tyro.cli(Config, **options)
     if not config.resume:
         return config
     path = Path(config.out) / "config.json"
     demand(config.out and path.exists(), config, "out", "with --resume, the folder of a run")
     stored = json.loads(path.read_text())
-    demand(stored.pop("script") == Path(__file__).name, config, "out", f"a run of {Path(__file__).name}")
-    stored = Config(**stored)
-    config = cli(default=replace(stored, resume=True, out=config.out))
-    for name in {f.name for f in fields(Config)} - set(FREE.split()):
-        value = getattr(stored, name)
-        demand(getattr(config, name) == value, config, name, f"{value!r}, as in the run to resume")
+    name = Path(__file__).name
+    demand(stored.pop("script") == name, config, "out", f"with --resume, a run of {name}")
+    stored = replace(Config(**stored), sweep=tuple(stored["sweep"]), out=config.out)
+    append = () if config.sweep else stored.sweep  # given again, --sweep must be the same
+    config = tyro.cli(Config, default=replace(stored, sweep=append), **options)
+    for f in fields(Config):
+        value = getattr(stored, f.name)
+        same = f.name in FREE or getattr(config, f.name) == value
+        demand(same, config, f.name, f"{value!r}, as in the run to resume")
     return config
 
 
 def main():
-    script = Path(__file__).name
+    name = Path(__file__).name
     try:
         config = parse(sys.argv[1:])
         check(config)
         run(config)
     except BadConfig as error:
-        print(f"{script}: error: {error}", file=sys.stderr)
+        print(f"{name}: error: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        print(f"{script}: error: {error}; the last checkpoint is intact: --resume goes on from it", file=sys.stderr)
+        hint = "the last checkpoint is intact, --resume goes on from it"
+        print(f"{name}: error: {error}; {hint}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -149,7 +149,9 @@ class S5Layer(nn.Module):
         Lambda = jnp.minimum(Lambda_re, -1e-4) + 1j * Lambda_im    # [P]  Re < 0: stable
         Delta = jnp.exp(log_Delta)                                 # [P]
         Lambda_bar = jnp.exp(Lambda * Delta)                       # [P]
-        B_bar = (jnp.expm1(Lambda * Delta) / Lambda)[:, None] * (B[0] + 1j * B[1])  # [P, H]
+        scale = jnp.expm1(Lambda * Delta) / Lambda                 # [P]
+        scale = jax.lax.optimization_barrier(scale)                # else worked out for all P x H
+        B_bar = scale[:, None] * (B[0] + 1j * B[1])                # [P, H]
 
         skip = u
         u = LayerNorm()(u) if self.norm == "before" else u
@@ -180,9 +182,9 @@ class S5(nn.Module):
     def __call__(self, carry, xs, is_first):
         keep = 1.0 - jnp.float32(is_first)[..., None, None]        # [T, N, 1, 1]  0: o_t opens one
         u = nn.Dense(self.d_model)(xs)                             # [T, N, H]
-        states = []
+        last = []
         for x in carry:
             layer = S5Layer(self.d_model, self.ssm_size, self.blocks, self.norm)
             x, u = layer(x, u, keep)
-            states.append(x)
-        return tuple(states), u
+            last.append(x)
+        return tuple(last), u
