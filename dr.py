@@ -403,9 +403,6 @@ def make_train(config, shards=1):
         explained = 1 - variance(advantage) / variance(target)
         return student, jax.tree.map(jnp.mean, metrics) | {"explained_variance": explained}
 
-    if jax.default_backend() == "cpu":  # there vmapped seeds learn faster in turn than at once
-        learn = jax.custom_batching.sequential_vmap(learn)
-
     def evaluate(rng, params):
         """Solve rate and return on each test maze, and their means."""
         rng_mazes, rng_noise = jax.random.split(rng)
@@ -427,6 +424,12 @@ def make_train(config, shards=1):
         scores = {"eval_solve_rate": (total > 0).mean(1), "eval_return": total.mean(1)}
         means = {name: score.mean() for name, score in scores.items()}
         return means | {f"{k}/{m}": x[i] for k, x in scores.items() for i, m in enumerate(mazes)}
+
+    if jax.default_backend() == "cpu":
+        # vmapped seeds take turns, faster there than all at once; and of init, a batched QR
+        # decomposition (orthogonal kernels) can block jaxlib's threads for ever
+        in_turn = jax.custom_batching.sequential_vmap
+        init, rollout, learn, evaluate = map(in_turn, (init, rollout, learn, evaluate))
 
     def nothing(function, *args):
         """NaN in the shape of function's metrics."""
@@ -500,7 +503,7 @@ def make_train(config, shards=1):
 
 # --- command line
 # The same in each file. A run is a list of rows: a seed and its swept values. Rows form groups:
-# what fits at once. A group is one program, pmapped over D devices, vmapped over R rows: [D, R, ...].
+# what fits at once. A group is one program, pmapped over devices, vmapped over rows: [D, R, ...].
 
 ALLOWED = {
     "at least 0": (lambda v: v >= 0, """lr ent_coef vf_coef n_walls num_edits eval_interval seed

@@ -74,7 +74,8 @@ def main():
                 _, *run_time = seconds(compiled[case], *arguments)
                 running[case] += [run_time] if repeat else []
         for case in cases:
-            table[case] = [statistics.median(t) for r in (running, compiling) for t in zip(*r[case])]
+            columns = [*zip(*running[case]), *zip(*compiling[case])]
+            table[case] = [statistics.median(column) for column in columns]
 
     device = jax.devices()[0].device_kind
     print(f"{platform.machine()}, {os.cpu_count()} cores, {device}; {datetime.date.today()};")
