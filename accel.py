@@ -419,13 +419,15 @@ def make_train(config, shards=1):
     network = ActorCritic(core)
     mazes = amaze.SUITES.get(config.eval_suite) or config.eval_suite.split(",")
 
-    def init(rng):
-        rng, rng_params = jax.random.split(rng)
+    def new_student(rng):
         obs = amaze.Observation(jnp.zeros((1, 1, 5, 5, 3)), jnp.zeros((1, 1), int))
-        carry, is_first = core.initial_carry(1), jnp.zeros((1, 1), bool)
-        params = network.init(rng_params, carry, obs, is_first)
-        student = Agent(params, optimiser(config, config.lr).init(params))
+        params = network.init(rng, core.initial_carry(1), obs, jnp.zeros((1, 1), bool))
+        return Agent(params, optimiser(config, config.lr).init(params))
+
+    def init(rng):
+        rng, rng_student = jax.random.split(rng)
         zero = jnp.zeros((), int)
+        student = new_student(rng_student)
         return RunnerState(rng, zero, zero, zero, student, empty_buffer(rng))
 
     def empty_buffer(rng):
@@ -552,10 +554,11 @@ def make_train(config, shards=1):
         return means | {f"{k}/{m}": x[i] for k, x in scores.items() for i, m in enumerate(mazes)}
 
     if jax.default_backend() == "cpu":
-        # vmapped seeds take turns, faster there than all at once; and of init, a batched QR
-        # decomposition (orthogonal kernels) can block jaxlib's threads for ever
+        # vmapped seeds take turns, there as fast or faster than at once; and a batched QR
+        # decomposition, for orthogonal kernels, can block jaxlib's threads for ever
         in_turn = jax.custom_batching.sequential_vmap
-        init, rollout, learn, evaluate = map(in_turn, (init, rollout, learn, evaluate))
+        new_student, rollout = in_turn(new_student), in_turn(rollout)
+        learn, evaluate = in_turn(learn), in_turn(evaluate)
 
     def nothing(function, *args):
         """NaN in the shape of function's metrics."""
