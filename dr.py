@@ -141,10 +141,6 @@ class RunnerState(struct.PyTreeNode):
 
 # --- network
 
-PATCHES = np.arange(75).reshape(5, 5, 3)  # the cells of a flat image under a 3x3 kernel's 9 places
-PATCHES = np.lib.stride_tricks.sliding_window_view(PATCHES, (3, 3, 3)).reshape(9, 27)
-
-
 @jax.custom_vjp
 def lstm(carry, z, is_first, w):
     """LSTM (Hochreiter 1997): inputs z = W x + b [T, B, 4H], w [H, 4H] -> carry, h [T, B, H].
@@ -237,6 +233,18 @@ def make_core(rnn, size, s5_layers, s5_norm):
     return FeedForward() if rnn == "none" else GatedCore(rnn, size)
 
 
+def convolution(image, filters):
+    """3x3 and relu: image [..., h, w, 3] -> [..., (h - 2) * (w - 2) * filters].
+
+    Written as a product, which stays one when it is vmapped over seeds."""
+    *batch, height, width, _ = image.shape
+    corners = [(i, j) for i in range(3) for j in range(3)]
+    patches = [image[..., i : height - 2 + i, j : width - 2 + j, :] for i, j in corners]
+    patches = jnp.concatenate(patches, axis=-1) / 10.0  # [..., h - 2, w - 2, 27]
+    x = nn.Dense(filters, kernel_init=nn.initializers.orthogonal(2**0.5), name="conv")(patches)
+    return nn.relu(x).reshape(*batch, -1)
+
+
 class ActorCritic(nn.Module):
     """The student: obs, is_first [T, B] -> carry, logits [T, B, 7], V [T, B]; acting is T = 1."""
 
@@ -245,11 +253,8 @@ class ActorCritic(nn.Module):
     @nn.compact
     def __call__(self, carry, obs, is_first):
         orthogonal = nn.initializers.orthogonal
-        # a 3x3 convolution; as a product it stays one when it is vmapped over seeds
-        patches = obs.image.reshape(*is_first.shape, 75)[..., PATCHES] / 10.0  # [T, B, 9, 27]
-        x = nn.relu(nn.Dense(16, kernel_init=orthogonal(2**0.5), name="conv")(patches))
         direction = nn.Embed(4, 5, embedding_init=orthogonal(1.0))(obs.direction)
-        x = jnp.concatenate([x.reshape(*is_first.shape, 144), direction], axis=-1)
+        x = jnp.concatenate([convolution(obs.image, 16), direction], axis=-1)  # [T, B, 149]
         carry, x = self.core(carry, x, is_first)
         hidden = lambda: jnp.tanh(nn.Dense(32, kernel_init=orthogonal(2**0.5))(x))
         logits = nn.Dense(amaze.NUM_ACTIONS, kernel_init=orthogonal(0.01))(hidden())
@@ -305,7 +310,7 @@ def make_train(config, shards=1):
     def new_student(rng):
         obs = amaze.Observation(jnp.zeros((1, 1, 5, 5, 3)), jnp.zeros((1, 1), int))
         params = network.init(rng, core.initial_carry(1), obs, jnp.zeros((1, 1), bool))
-        return Agent(params, optimiser(config, config.lr).init(params))
+        return Agent(params, optimiser(config, 0.0).init(params))  # whatever the learning rate
 
     def init(rng):
         rng, rng_student = jax.random.split(rng)
@@ -429,7 +434,7 @@ def make_train(config, shards=1):
     if jax.default_backend() == "cpu":
         # vmapped seeds take turns, there as fast or faster than at once; and a batched QR
         # decomposition, for orthogonal kernels, can block jaxlib's threads for ever
-        in_turn = jax.custom_batching.sequential_vmap
+        in_turn = lambda f: jax.custom_batching.sequential_vmap(jax.jit(f))  # constants stay inside
         new_student, rollout = in_turn(new_student), in_turn(rollout)
         learn, evaluate = in_turn(learn), in_turn(evaluate)
 

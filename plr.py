@@ -179,10 +179,6 @@ class RunnerState(struct.PyTreeNode):
 
 # --- network
 
-PATCHES = np.arange(75).reshape(5, 5, 3)  # the cells of a flat image under a 3x3 kernel's 9 places
-PATCHES = np.lib.stride_tricks.sliding_window_view(PATCHES, (3, 3, 3)).reshape(9, 27)
-
-
 @jax.custom_vjp
 def lstm(carry, z, is_first, w):
     """LSTM (Hochreiter 1997): inputs z = W x + b [T, B, 4H], w [H, 4H] -> carry, h [T, B, H].
@@ -275,6 +271,18 @@ def make_core(rnn, size, s5_layers, s5_norm):
     return FeedForward() if rnn == "none" else GatedCore(rnn, size)
 
 
+def convolution(image, filters):
+    """3x3 and relu: image [..., h, w, 3] -> [..., (h - 2) * (w - 2) * filters].
+
+    Written as a product, which stays one when it is vmapped over seeds."""
+    *batch, height, width, _ = image.shape
+    corners = [(i, j) for i in range(3) for j in range(3)]
+    patches = [image[..., i : height - 2 + i, j : width - 2 + j, :] for i, j in corners]
+    patches = jnp.concatenate(patches, axis=-1) / 10.0  # [..., h - 2, w - 2, 27]
+    x = nn.Dense(filters, kernel_init=nn.initializers.orthogonal(2**0.5), name="conv")(patches)
+    return nn.relu(x).reshape(*batch, -1)
+
+
 class ActorCritic(nn.Module):
     """The student: obs, is_first [T, B] -> carry, logits [T, B, 7], V [T, B]; acting is T = 1."""
 
@@ -283,11 +291,8 @@ class ActorCritic(nn.Module):
     @nn.compact
     def __call__(self, carry, obs, is_first):
         orthogonal = nn.initializers.orthogonal
-        # a 3x3 convolution; as a product it stays one when it is vmapped over seeds
-        patches = obs.image.reshape(*is_first.shape, 75)[..., PATCHES] / 10.0  # [T, B, 9, 27]
-        x = nn.relu(nn.Dense(16, kernel_init=orthogonal(2**0.5), name="conv")(patches))
         direction = nn.Embed(4, 5, embedding_init=orthogonal(1.0))(obs.direction)
-        x = jnp.concatenate([x.reshape(*is_first.shape, 144), direction], axis=-1)
+        x = jnp.concatenate([convolution(obs.image, 16), direction], axis=-1)  # [T, B, 149]
         carry, x = self.core(carry, x, is_first)
         hidden = lambda: jnp.tanh(nn.Dense(32, kernel_init=orthogonal(2**0.5))(x))
         logits = nn.Dense(amaze.NUM_ACTIONS, kernel_init=orthogonal(0.01))(hidden())
@@ -408,7 +413,8 @@ def make_train(config, shards=1):
     num_levels = config.num_envs // shards  # N on this device
     num_columns = num_levels * config.num_evals  # B, of a block of N levels
     num_slots = config.buffer_size // shards  # K on this device
-    least = config.num_envs * (2 if config.parallel else 1)
+    blocks = 2 if config.parallel else 1  # of N levels in a rollout
+    least = config.num_envs * blocks
     allowed = f"at least {least}, the levels of a cycle"
     demand(config.buffer_size >= least, config, "buffer_size", allowed)
     core = make_core(config.rnn, config.hidden_size, config.s5_layers, config.s5_norm)
@@ -418,7 +424,7 @@ def make_train(config, shards=1):
     def new_student(rng):
         obs = amaze.Observation(jnp.zeros((1, 1, 5, 5, 3)), jnp.zeros((1, 1), int))
         params = network.init(rng, core.initial_carry(1), obs, jnp.zeros((1, 1), bool))
-        return Agent(params, optimiser(config, config.lr).init(params))
+        return Agent(params, optimiser(config, 0.0).init(params))  # whatever the learning rate
 
     def init(rng):
         rng, rng_student = jax.random.split(rng)
@@ -551,7 +557,7 @@ def make_train(config, shards=1):
     if jax.default_backend() == "cpu":
         # vmapped seeds take turns, there as fast or faster than at once; and a batched QR
         # decomposition, for orthogonal kernels, can block jaxlib's threads for ever
-        in_turn = jax.custom_batching.sequential_vmap
+        in_turn = lambda f: jax.custom_batching.sequential_vmap(jax.jit(f))  # constants stay inside
         new_student, rollout = in_turn(new_student), in_turn(rollout)
         learn, evaluate = in_turn(learn), in_turn(evaluate)
 
@@ -636,8 +642,8 @@ def make_train(config, shards=1):
         rng_fresh, rng_choice = jax.random.split(rng_levels)
         choice = jax.lax.cond(replay, sample_replay, sample_fresh, rng_choice, state)
         if config.parallel:  # [N fresh | N replayed; also fresh while the buffer is cold]
-            blocks = sample_fresh(rng_fresh, state), choice
-            choice = jax.tree.map(lambda *x: jnp.concatenate(x), *blocks)
+            choice = sample_fresh(rng_fresh, state), choice
+            choice = jax.tree.map(lambda *x: jnp.concatenate(x), *choice)
         levels, mutations = choice
         block = jnp.arange(len(mutations)) // num_levels
         replayed = replay & (block == config.parallel)
@@ -657,13 +663,12 @@ def make_train(config, shards=1):
         learns = replay | (not config.robust)
         first = 1 if config.parallel and config.robust else 0  # block to learn from, and the last
         columns = slice(first * num_columns, (1 + config.parallel) * num_columns)
-        data = jax.tree.map(lambda x: x[..., columns], (batch, last_value))
+        data = jax.tree.map(lambda x: x[:, columns], batch), last_value[columns]
         student, metrics = jax.lax.cond(
             learns, learn, no_learning, config, rng_learn, state.student, jnp.asarray(lr), *data
         )
 
         # 6. EVALUATE
-        blocks = 2 if config.parallel else 1
         grad_updates = state.grad_updates + learns
         metrics |= {"grad_updates": grad_updates, "rollouts": step * blocks, "lr": jnp.asarray(lr)}
         metrics |= {f"train_{name}": x for name, x in episode_stats(batch).items()}
@@ -686,13 +691,14 @@ def make_train(config, shards=1):
     def show(state):
         """Levels that the next update may start with, and the buffer's most probable."""
         rng_levels = jax.random.split(jax.random.fold_in(state.rng, state.step), 4)[0]
-        rng = jax.random.split(rng_levels)[1]
+        rng_fresh, rng_choice = jax.random.split(rng_levels)
         path = lambda levels: {"path": jax.vmap(amaze.solve)(levels).path_length}
         weight = replay_probabilities(state.buffer, state.step, *strength)
         top = jnp.argsort(-weight)[:num_levels]
         best = jax.tree.map(lambda x: x[top], state.buffer)
         captions = {"score": best.score, "age": state.step - best.touched, "P": weight[top]}
-        fresh, replayed = sample_fresh(rng, state)[0], sample_replay(rng, state)[0]
+        fresh = sample_fresh(rng_fresh if config.parallel else rng_choice, state)[0]
+        replayed = sample_replay(rng_choice, state)[0]
         return {
             "fresh": (fresh, path(fresh)),
             "replayed": (replayed, path(replayed)),

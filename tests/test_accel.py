@@ -1,0 +1,314 @@
+"""accel.py against plain Python, and against plr.py where the two must agree."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_plr
+from test_plr import (
+    ACTS, FAST, LEARNS_IN_BRANCH, SMALL, K, T, close, command_line, contents, defaults, episodes,
+    equal, follow_random_batches, initial, inner, learned, learning_columns, names, plain_scores,
+    play, products, program, records, refused, replayed, same_contents, shown, sweeps_and_batches,
+    trainings, write)  # fmt: skip
+
+import accel
+import amaze
+import plr
+
+# One edit a child, so that a child can be told by its parent; in the rest plr.py's defaults.
+SERIAL = dict(num_edits=1, staleness_coef=0.3)
+PARALLEL = dict(num_edits=1, parallel=True, num_evals=2, gae_lambda=0.95, ent_coef=0.0)
+NO_EDITS = dict(num_edits=0)
+N = SMALL["num_envs"]
+
+
+@pytest.fixture(scope="module")
+def serial():
+    return play(accel, 40, **SERIAL)
+
+
+@pytest.fixture(scope="module")
+def parallel():
+    return play(accel, 12, **PARALLEL)
+
+
+def pairs(level):
+    """The levels of a batch as (name, Level)."""
+    rows = [jax.tree.map(lambda x: np.asarray(x[i]), level) for i in range(len(level.agent_dir))]
+    return list(zip(names(level), rows))
+
+
+def one_edit_apart(child, parent):
+    """Whether the child is its parent, or that with one wall flipped, or with the goal moved."""
+    flipped, moved = child.wall_map != parent.wall_map, (child.goal_pos != parent.goal_pos).any()
+    free = [child.wall_map[y, x] == 0 for x, y in (child.agent_pos, child.goal_pos)]
+    same_agent = equal(child[1:3], parent[1:3])
+    return same_agent and all(free) and flipped.sum() + moved <= 1
+
+
+# --- children
+
+
+def test_a_child_is_its_parent_after_the_edits():
+    train = accel.make_train(accel.Config(**(SMALL | dict(num_edits=7))))
+    edit = inner(train.update, "edit")
+    sample = jax.vmap(lambda rng: amaze.sample_level(rng, 6, 5, 5))
+    parents = jax.jit(sample)(jax.random.split(jax.random.key(0), N))
+    rng, mutations, origin = jax.random.key(1), jnp.array([0, 3, 0, 9]), jnp.arange(4) + 50
+    children, generation, ancestor = jax.jit(edit)(rng, parents, mutations, origin)
+    assert generation.tolist() == [1, 4, 1, 10] and equal(ancestor, origin)
+    single = jax.jit(amaze.edit_level, static_argnums=2)
+    for i, (_, child) in enumerate(pairs(children)):
+        parent = jax.tree.map(lambda x: x[i], parents)
+        assert equal(child, single(jax.random.split(rng, N)[i], parent, 7))
+        assert equal(child[1:3], parent[1:3])
+    assert len({*names(parents), *names(children)}) > N + 1
+
+
+def test_children_are_scored_and_written_as_fresh_levels_are(serial):
+    breed = inner(program(accel, **SERIAL)[0].update, "breed")
+    before = [cycle for cycle in serial if replayed(cycle)][-1].before
+    calls = {}
+
+    def spied(rng, state, *parents):
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("write_buffer", "level_outcomes"):
+                function = getattr(accel, name)
+                watched = lambda *args, f=function, n=name: calls.update({n: args}) or f(*args)
+                patch.setattr(accel, name, watched)
+            result = breed(rng, state, *parents)
+        batch, advantage, _, best, _ = calls["level_outcomes"]
+        return result, calls["write_buffer"][1], (batch, advantage, best)
+
+    spied = jax.jit(spied, compiler_options=FAST)
+    slot = jnp.array([0, 0, 5, 7])
+    buffer = before.buffer
+    parents = jax.tree.map(lambda x: x[slot], (buffer.level, buffer.mutations, buffer.origin))
+    result = spied(jax.random.key(0), before, *parents)
+    (after, stats), entries, (batch, advantage, best) = jax.tree.map(np.asarray, result)
+    reference, known = contents(buffer), contents(buffer)
+    for n, (level, finished, record) in enumerate(records(entries)):
+        seen = known[level]["max_return"] if level in known else 0.0
+        mean, r_max, scores = plain_scores(episodes(batch, advantage, [n]), seen, best[n])
+        expected = dict(score=scores["max_mc"], mean_return=mean, max_return=r_max)
+        assert finished and {k: record[k] for k in expected} == pytest.approx(expected, abs=1e-5)
+    now = int(before.step)
+    write(reference, SMALL["buffer_size"], records(entries), now, 0.3, 0.3)
+    same_contents(after, reference)
+    assert stats["child_walls"] == pytest.approx(entries.level.wall_map.sum((1, 2)).mean())
+
+
+def test_children_of_a_training(serial):
+    """New levels of the buffer: base levels on fresh cycles, on others children of those played."""
+    born = 0
+    for cycle in serial:
+        before, after = contents(cycle.before.buffer), contents(cycle.after.buffer)
+        played, levels = pairs(cycle.entries.level), dict(pairs(cycle.after.buffer.level))
+        origin = {name: record["origin"] for name, _, record in records(cycle.entries)}
+        for level in after.keys() - before.keys():
+            new = after[level]
+            if replayed(cycle):
+                parents = [before[name] for name, parent in played
+                           if one_edit_apart(levels[level], parent)]  # fmt: skip
+                expected = [(parent["mutations"] + 1, parent["origin"]) for parent in parents]
+                assert (new["mutations"], new["origin"]) in expected
+                born += 1
+            else:
+                assert new["mutations"] == 0 and new["origin"] == origin[level]
+        for level in after.keys() & before.keys():  # a level that stays keeps its descent
+            for name in ("mutations", "origin"):
+                assert after[level][name] == before[level][name]
+    assert born > 10 and max(record["mutations"] for record in after.values()) > 1
+
+
+def test_mutation_counts_through_insertions_and_evictions():
+    total = follow_random_batches(accel, 100)
+    assert total["inserted"] == K and min(total["updated"], total["evicted"]) > 30
+
+
+def test_mutations_are_logged_weighted_by_p(serial):
+    state, metrics = serial[-1].after, serial[-1].metrics
+    p = accel.replay_probabilities(state.buffer, state.step, 0.3, 0.3)
+    assert close(metrics["buffer_mutations_weighted"], p @ state.buffer.mutations)
+    assert close(metrics["buffer_walls_weighted"], p @ state.buffer.level.wall_map.sum((1, 2)))
+    assert metrics["buffer_mutations_weighted"] > 0
+
+
+def test_children_are_played_after_replay_only(serial):
+    for i, cycle in enumerate(serial):
+        assert np.isnan(cycle.metrics["child_walls"]) == (not replayed(cycle))
+        assert learned(cycle) == replayed(cycle)
+        assert cycle.batch.reward.shape == (T, N)
+        replays = sum(map(replayed, serial[: i + 1]))
+        assert cycle.metrics["grad_updates"] == replays
+        assert cycle.metrics["rollouts"] == i + 1 + replays
+
+
+def first_replay(history):
+    return next(cycle for cycle in history if replayed(cycle))
+
+
+def test_children_are_played_by_the_student_that_has_learned(serial):
+    cycle, before = program(accel, **SERIAL)[1], first_replay(serial).before
+    slow, fast = cycle(before, lr=0.0), cycle(before, lr=0.05)
+    assert equal(slow.entries, fast.entries)
+    slow, fast = contents(slow.after.buffer), contents(fast.after.buffer)
+    children = (slow.keys() & fast.keys()) - contents(before.buffer).keys()
+    assert children and all(slow[level]["score"] != fast[level]["score"] for level in children)
+
+
+def test_a_student_learns_nothing_from_children(serial):
+    childless = play(accel, 4, **SERIAL | NO_EDITS)
+    pair = first_replay(serial), first_replay(childless)
+    assert pair[0].before.step == pair[1].before.step and learned(pair[0])
+    assert equal(pair[0].after.student, pair[1].after.student)
+    assert not equal(pair[0].after.buffer.level, pair[1].after.buffer.level)
+    other = program(accel, **SERIAL)[1](pair[0].before, edits=1)  # other edits
+    assert equal(other.after.student, pair[0].after.student)
+    assert not equal(other.after.buffer.level, pair[0].after.buffer.level)
+
+
+def test_lineage_is_a_family_by_generation(serial):
+    lineage = jax.jit(inner(program(accel, **SERIAL)[0].show, "lineage"))
+    buffer = serial[-1].after.buffer
+    filled = contents(buffer)
+    sizes = []
+    for slot in range(SMALL["buffer_size"]):
+        levels, captions = lineage(buffer, slot)
+        family = {name for name, x in filled.items() if x["origin"] == buffer.origin[slot]}
+        shown = names(levels)
+        assert set(shown) <= family and len(set(shown)) == min(len(family), N)
+        assert [filled[name]["mutations"] for name in shown] == captions["generation"].tolist()
+        assert (np.diff(captions["generation"]) >= 0).all()
+        sizes.append(len(family))
+    assert max(sizes) > 1
+
+
+# --- parallel mode
+
+
+def test_parallel_plays_fresh_replayed_and_children_together(parallel):
+    for i, cycle in enumerate(parallel):
+        filled, batch = contents(cycle.before.buffer), records(cycle.entries)
+        known, levels = cycle.slot < SMALL["buffer_size"], pairs(cycle.entries.level)
+        assert cycle.batch.reward.shape == (T, 3 * N * 2)
+        assert cycle.metrics["rollouts"] == 3 * (i + 1)
+        assert cycle.metrics["grad_updates"] == max(0, i - 1) == int(cycle.after.grad_updates)
+        assert known[N : 2 * N].all() == known[N : 2 * N].any() == (i >= 2)
+        opens = amaze.Observation(*(x[0] for x in cycle.batch.obs))
+        assert equal(opens.direction, np.repeat(cycle.entries.level.agent_dir, 2))
+        assert not known[:N].any() and all(x["mutations"] == 0 for _, _, x in batch[:N])
+        for (name, _, parent), (_, _, child) in zip(batch[N : 2 * N], batch[2 * N :]):
+            assert child["mutations"] == parent["mutations"] + 1
+            assert child["origin"] == parent["origin"]
+            if i >= 2:
+                assert filled[name]["mutations"] == parent["mutations"]
+                assert filled[name]["origin"] == parent["origin"]
+        for (_, parent), (_, child) in zip(levels[N : 2 * N], levels[2 * N :]):
+            assert one_edit_apart(child, parent)
+        assert names(cycle.entries.level)[N : 2 * N] != names(cycle.entries.level)[2 * N :]
+        walls = cycle.entries.level.wall_map.sum((1, 2))
+        assert cycle.metrics["child_walls"] == pytest.approx(walls[2 * N :].mean())
+        fresh = walls[:N] if i >= 2 else walls[: 2 * N]
+        assert cycle.metrics["fresh_walls"] == pytest.approx(fresh.mean())
+
+
+def test_parallel_buffer_is_written_once_with_all_blocks(parallel):
+    reference = {}
+    for now, cycle in enumerate(parallel):
+        write(reference, SMALL["buffer_size"], records(cycle.entries), now, 0.3, 0.5)
+        same_contents(cycle.after.buffer, reference)
+
+
+def test_base_levels_have_origins_of_their_own(serial, parallel):
+    for history in (serial, parallel):
+        base = {}
+        for cycle in history:
+            for name, _, record in records(cycle.entries):
+                if record["mutations"] == 0:
+                    base.setdefault(record["origin"], set()).add(name)
+        assert len(base) > 20 and all(len(levels) == 1 for levels in base.values())
+
+
+def test_parallel_learns_from_the_replayed_block_only(parallel):
+    cycle, base = program(accel, **PARALLEL)[1], parallel[5]
+    assert list(map(learned, parallel)) == [False] * 2 + [True] * 10
+    fresh, edits = cycle(base.before, fresh=1), cycle(base.before, edits=1)
+    for block, other in ((0, fresh), (2, edits)):
+        mine, theirs = names(base.entries.level), names(other.entries.level)
+        differ = [mine[i : i + N] != theirs[i : i + N] for i in (0, N, 2 * N)]
+        assert differ == [i == block for i in range(3)]
+        assert equal(other.after.student, base.after.student)
+    assert learning_columns(accel, **PARALLEL) == {2 * N, 3 * N * 2}
+    assert learning_columns(accel, **SERIAL) == {N}
+
+
+def test_show_gives_the_levels_that_the_next_update_starts_with(serial, parallel):
+    for cycle, fresh, replay in shown(accel, serial[:6], **SERIAL):
+        assert names(cycle.entries.level) == (replay if replayed(cycle) else fresh)
+    for cycle, fresh, replay in shown(accel, parallel[4:6], **PARALLEL):
+        assert names(cycle.entries.level)[: 2 * N] == fresh + replay
+
+
+# --- against plr.py
+
+
+@pytest.mark.parametrize("mine, theirs", [(SERIAL, {}), (PARALLEL, test_plr.PARALLEL)])
+def test_without_edits_accel_is_plr(mine, theirs):
+    histories = play(plr, 12, **theirs), play(accel, 12, **mine | NO_EDITS)
+    assert {replayed(cycle) for cycle in histories[0]} == {False, True}
+    for a, b in zip(*histories):
+        assert equal(a.after.student, b.after.student)
+        for name in plr.Buffer._fields:
+            assert equal(getattr(a.after.buffer, name), getattr(b.after.buffer, name)), name
+        assert a.metrics.keys() <= b.metrics.keys()
+        for name, x in a.metrics.items():
+            assert equal(x, b.metrics[name]), name
+
+
+# --- many seeds at once
+
+
+@pytest.mark.parametrize("lower, backend", [(trainings, "gpu"), (command_line, "cpu")])
+def test_fresh_cycles_of_many_seeds_skip_learning_and_children(lower, backend):
+    acts_in_branch = (False, True)  # the children's rollout
+    found = products(lower(accel, backend, **SERIAL))
+    assert found == {ACTS, acts_in_branch, LEARNS_IN_BRANCH}
+
+
+def test_cold_cycles_of_many_seeds_in_parallel_mode_skip_learning():
+    assert products(trainings(accel, "gpu", **PARALLEL)) == {ACTS, LEARNS_IN_BRANCH}
+
+
+@pytest.mark.parametrize("changes", [SERIAL, PARALLEL])
+def test_every_float_can_be_swept_and_every_state_batched(changes):
+    sweeps_and_batches(accel, **changes)
+
+
+def test_all_seeds_have_one_schedule(serial):
+    counts = [cycle.metrics["grad_updates"] for cycle in serial[:10]]
+    other = play(accel, 10, initial(accel, 1, **SERIAL), **SERIAL)
+    assert [cycle.metrics["grad_updates"] for cycle in other] == counts and counts[-1] > 0
+
+
+# --- configuration
+
+
+def test_published_defaults():
+    defaults(accel, dict(
+        lr=(3e-4, 1e-4), gamma=(0.999, 0.999), gae_lambda=(0.98, 0.98), ent_coef=(0, 1e-3),
+        n_walls=(0, 0), replay_prob=(0.8, 0.8), staleness_coef=(0.5, 0.5), num_edits=(20, 20),
+        temperature=(0.3, 0.3), buffer_size=(4000, 4000), min_fill=(0.5, 0.5)))  # fmt: skip
+    assert accel.Config().robust and not accel.Config().parallel
+
+
+def test_bad_values():
+    refused(accel, "num_edits", -1, "0")
+    refused(accel, "replay_prob", 1.1, "0 to 1")
+    refused(accel, "buffer_size", 3, "4")
+
+
+def test_a_buffer_too_small_for_a_parallel_cycle_is_refused():
+    refused(accel, "buffer_size", 11, "12", parallel=True)
+    accel.make_train(accel.Config(**(SMALL | dict(buffer_size=12, parallel=True))))
+    accel.make_train(accel.Config(**(SMALL | dict(buffer_size=8, parallel=True, num_edits=0))))

@@ -1,0 +1,328 @@
+"""paired.py: regret, the teacher's learning, and what students are shown, against plain loops."""
+
+import inspect
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import amaze  # noqa: E402
+import paired  # noqa: E402
+from paired import Config, make_train  # noqa: E402
+
+SMALL = Config(
+    num_envs=8, num_evals=2, num_steps=24, max_steps=8, num_updates=3, update_epochs=2,
+    height=3, width=4, n_walls=3, hidden_size=16, teacher_hidden_size=16, teacher_filters=4,
+    teacher_gamma=0.9, teacher_gae_lambda=0.7, lr=1e-2, teacher_lr=1e-2, eval_interval=0,
+)  # fmt: skip
+DESIGN_STEPS = SMALL.n_walls + 2
+FAST = {"xla_backend_optimization_level": 0}  # a third of the time to compile
+
+
+def host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def row(tree, i):
+    return jax.tree.map(lambda x: x[i], tree)
+
+
+def part(train, name):
+    """A function inside make_train."""
+    cycle = inspect.getclosurevars(train.update).nonlocals["cycle"]
+    return inspect.getclosurevars(cycle).nonlocals[name]
+
+
+@lru_cache(maxsize=None)
+def compiled_init():
+    return jax.jit(make_train(SMALL).init, compiler_options=FAST)
+
+
+def initial_state(seed=1):
+    return compiled_init()(jax.random.key(seed))
+
+
+def one_cycle(state, floats):
+    """A cycle with other values of Config's floats, which are arguments: one program for all."""
+    return make_train(replace(SMALL, **floats)).update(state, 1)
+
+
+@lru_cache(maxsize=None)
+def compiled_cycle():
+    """one_cycle, which also records what every call of paired.gae is given."""
+    records = defaultdict(list)
+
+    def gae(reward, value, last_value, done, gamma, gae_lambda):
+        advantage = real(reward, value, last_value, done, gamma, gae_lambda)
+        inputs = reward, value, last_value, done, advantage
+        who = "teacher" if len(reward) == DESIGN_STEPS else "students"
+        jax.debug.callback(lambda *x: records[who].append([np.array(a) for a in x]), *inputs)
+        return advantage
+
+    real, paired.gae = paired.gae, gae
+    floats = {name: getattr(SMALL, name) for name in ("lr", "teacher_lr", "teacher_ent_coef")}
+    program = jax.jit(one_cycle, compiler_options=FAST).lower(initial_state(), floats).compile()
+    paired.gae = real
+    return program, floats, records
+
+
+@lru_cache(maxsize=None)
+def recorded():
+    """Two cycles: the designs shown before the second, its records, and the states around it."""
+    program, floats, records = compiled_cycle()
+    before, _ = program(initial_state(), floats)
+    show = jax.jit(make_train(SMALL).show, compiler_options=FAST)
+    levels = show(before)["the teacher's designs"][0]
+    jax.effects_barrier()
+    records.clear()
+    after, metrics = jax.block_until_ready(program(before, floats))
+    jax.effects_barrier()
+    return before, host(levels), dict(records), after, host(row(metrics, 0))
+
+
+def level_scores(reward, done, num_evals):
+    """Plain loop: mean and max return per level over its copies' finished episodes, 0 if none."""
+    means, bests = [], []
+    for level in range(reward.shape[1] // num_evals):
+        returns = []
+        for column in range(level * num_evals, (level + 1) * num_evals):
+            total = 0.0
+            for r, d in zip(reward[:, column], done[:, column]):
+                total += r
+                if d:
+                    returns.append(total)
+                    total = 0.0
+        means.append(sum(returns) / len(returns) if returns else 0.0)
+        bests.append(max([0.0, *returns]))
+    return np.array(means), np.array(bests)
+
+
+# --- regret
+
+
+def test_regret_by_hand():
+    """Ragged episodes of 3 students on 5 levels, 2 copies each, one level never finished."""
+    rng = np.random.default_rng(0)
+    done = rng.random((3, 30, 10)) < 0.15
+    done[:, :, 6:8] = False
+    reward = np.where(rng.random(done.shape) < 0.2, rng.normal(size=done.shape), 0)
+    reward[:, :, 8:] = -np.abs(reward[:, :, 8:])  # a level with negative returns only
+    reward[0, :, :2] += 2 * done[0, :, :2]  # one where the protagonist is the better
+    expected = [level_scores(reward[s], done[s], 2) for s in range(3)]
+    mean, best = (np.stack(x) for x in zip(*expected))
+
+    total = jax.vmap(paired.episode_sums)(jnp.array(reward), jnp.array(done))
+    scores = jax.vmap(lambda *x: paired.level_returns(*x, 2))(total, jnp.array(done))
+    np.testing.assert_allclose(scores, (mean, best), atol=1e-6)
+    assert (best[:, 4] == 0).all() and (mean[:, 4] < 0).all() and (mean[:, 3] == 0).all()
+
+    pair, everyone, alone = (np.asarray(paired.regret(kind, *(x[:n] for x in scores)))
+                             for kind, n in [("paired", 2), ("population", 3), ("minimax", 1)])
+    clipped = 0
+    for n in range(5):
+        gap = best[1, n] - mean[0, n]
+        clipped += gap < 0
+        assert pair[n] == pytest.approx(max(gap, 0), abs=1e-6)
+        assert everyone[n] == pytest.approx(max(best[:, n]) - sum(mean[:, n]) / 3, abs=1e-6)
+        assert alone[n] == pytest.approx(-mean[0, n], abs=1e-6)
+    assert 0 < clipped < 5
+
+
+def test_regret_of_a_cycle_rewards_the_last_step():
+    """The teacher's rewards are the regret by hand of what the students played, then the end."""
+    _, _, records, _, metrics = recorded()
+    scores = [level_scores(reward, done, 2) for reward, _, _, done, _ in records["students"]]
+    (mean, _), (_, best) = scores
+    expected = np.maximum(best - mean, 0)
+    [(reward, _, _, done, _)] = records["teacher"]
+    assert (expected > 0).any()
+    np.testing.assert_allclose(reward[-1], expected, atol=1e-6)
+    assert (reward[:-1] == 0).all() and done[-1].all() and not done[:-1].any()
+    assert metrics["regret"] == pytest.approx(expected.mean(), abs=1e-6)
+
+
+def test_teacher_does_not_bootstrap():
+    """Its advantages are a plain loop's with its own gamma and lambda, and none after the end."""
+    [(reward, value, _, _, advantage)] = recorded()[2]["teacher"]
+    for n in range(SMALL.num_envs):
+        expected, next_value = 0.0, 0.0
+        for t in reversed(range(DESIGN_STEPS)):
+            delta = reward[t, n] + 0.9 * next_value - value[t, n]
+            expected = delta + 0.9 * 0.7 * expected
+            next_value = value[t, n]
+            assert advantage[t, n] == pytest.approx(expected, abs=1e-5)
+
+
+# --- what the students are shown
+
+
+def test_students_play_the_same_designs_from_zero_state():
+    """At the start of every episode V is that of a zero state on the first view of the design."""
+    before, levels, records, _, metrics = recorded()
+    train = make_train(SMALL)
+    obs, _ = jax.vmap(lambda level: amaze.reset(level, SMALL.max_steps))(levels)
+    no, noise = jnp.zeros(SMALL.num_envs, bool), jnp.zeros((SMALL.num_envs, amaze.NUM_ACTIONS))
+    assert len(records["students"]) == 2
+    for s, (_, value, _, done, _) in enumerate(records["students"]):
+        carry = train.initial_carry(SMALL.num_envs)
+        first = train.act(row(before.students.params, s), carry, obs, no, noise)[3]
+        first = np.repeat(np.asarray(first), SMALL.num_evals)
+        np.testing.assert_allclose(value[0], first, atol=1e-5)
+        starts = np.argwhere(done[:-1])
+        assert len(starts) > 2 * SMALL.num_envs
+        for t, column in starts:
+            assert value[t + 1, column] == pytest.approx(first[column], abs=1e-5)
+    assert metrics["walls"] == levels.wall_map.sum() / SMALL.num_envs
+    assert len({level.tobytes() for level in levels.wall_map}) > 1
+
+
+def test_students_differ():
+    params = jax.tree.leaves(initial_state().students.params)
+    assert any((leaf[0] != leaf[1]).any() for leaf in params)
+
+
+@pytest.mark.parametrize("n_walls", [0, 10])
+def test_designs_are_valid(n_walls):
+    """Of a small grid and all the walls it may hold: agent and goal apart, on free cells."""
+    config = replace(SMALL, num_envs=256, num_evals=1, height=3, width=4, n_walls=n_walls)
+    train = make_train(config)
+    params = jax.eval_shape(train.init, jax.random.key(0)).teacher.params
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape), params)  # uniform over cells
+    rng = jax.random.key(2)
+    design = jax.jit(part(train, "design"), compiler_options=FAST)
+    batch, levels = host(design(rng, params))
+    assert batch.action.shape == (n_walls + 2, 256) and batch.is_first[0].all()
+    assert not batch.is_first[1:].any()
+    for walls, agent, direction, goal in zip(*levels):
+        assert (0 <= agent).all() and (agent < (4, 3)).all() and direction in range(4)
+        assert (0 <= goal).all() and (goal < (4, 3)).all() and tuple(agent) != tuple(goal)
+        assert not walls[agent[1], agent[0]] and not walls[goal[1], goal[0]]
+        assert walls.sum() <= n_walls
+    assert set(batch.action.ravel()) == set(range(12))
+
+
+def test_teacher_noise_is_redrawn():
+    design = jax.jit(part(make_train(SMALL), "design"), compiler_options=FAST)
+    params = initial_state().teacher.params
+    noise = [design(jax.random.key(i), params)[0].obs.noise for i in range(2)]
+    noise = np.stack(noise)  # [cycles, steps, levels, 50]
+    assert noise.shape == (2, DESIGN_STEPS, SMALL.num_envs, 50)
+    assert len(np.unique(noise)) > 0.999 * noise.size
+    assert 0 <= noise.min() < 0.01 and 0.99 < noise.max() < 1
+    assert noise.mean() == pytest.approx(0.5, abs=0.02)
+    assert noise.std() == pytest.approx(12**-0.5, abs=0.02)
+
+
+# --- the teacher's coefficients
+
+
+def moved(before, after):
+    pairs = zip(jax.tree.leaves(host(before.params)), jax.tree.leaves(host(after.params)))
+    return max(np.abs(a - b).max() for a, b in pairs)
+
+
+def test_each_learns_with_its_own_lr():
+    program, floats, _ = compiled_cycle()
+    state = initial_state()
+    state = state.replace(students=host(state.students), teacher=host(state.teacher))
+    still, _ = program(state, floats | {"teacher_lr": 0.0})
+    assert moved(state.teacher, still.teacher) == 0 and moved(state.students, still.students) > 1e-3
+    still, _ = program(state, floats | {"lr": 0.0})
+    assert moved(state.students, still.students) == 0 and moved(state.teacher, still.teacher) > 1e-3
+    for i in range(2):  # both students learn
+        after, _ = program(state, floats)
+        assert moved(row(state.students, i), row(after.students, i)) > 1e-3
+
+
+def test_teacher_has_its_own_entropy_coefficient():
+    program, floats, _ = compiled_cycle()
+    for coef in (0.0, 0.5):
+        _, metrics = program(initial_state(), floats | {"teacher_ent_coef": coef})
+        m = host(row(metrics, 0))
+        for who, c in {"teacher_": coef, "": SMALL.ent_coef, "antagonist_": SMALL.ent_coef}.items():
+            total = m[who + "policy_loss"] + SMALL.vf_coef * m[who + "value_loss"]
+            assert m[who + "total_loss"] == pytest.approx(total - c * m[who + "entropy"], abs=1e-5)
+
+
+def test_row_of_a_sweep_equals_solo():
+    """Two seeds with swept floats at once, and each alone."""
+    program, floats, _ = compiled_cycle()
+    states = [initial_state(seed) for seed in (5, 6)]
+    values = {"lr": jnp.array([1e-3, 1e-2]), "teacher_lr": jnp.array([1e-2, 1e-3]),
+              "teacher_ent_coef": jnp.array([0.0, 0.1])}
+    batch = jax.tree.map(lambda *x: jnp.stack(x), *states)
+    axes = jax.tree.map(lambda _: 0, batch).replace(step=None)
+    batch = batch.replace(step=states[0].step)
+    rows = jax.vmap(one_cycle, (axes, 0), (axes, 0))
+    together, together_metrics = jax.jit(rows, compiler_options=FAST)(batch, values)
+    together = together.replace(students=host(together.students), teacher=host(together.teacher))
+    for i, state in enumerate(states):
+        alone, metrics = program(state, row(values, i))
+        for name in metrics:
+            np.testing.assert_allclose(
+                together_metrics[name][i], metrics[name], rtol=1e-3, atol=1e-4, err_msg=name)
+        assert moved(row(together.students, i), alone.students) < 1e-4
+        assert moved(row(together.teacher, i), alone.teacher) < 1e-4
+
+
+# --- modes
+
+
+@pytest.mark.parametrize("mode, students, prefixes, cores", [
+    ("population", 3, ["", "student_1_", "student_2_"], ("none", "s5")),
+    ("minimax", 1, [""], ("gru", "none"))])
+def test_modes_run(mode, students, prefixes, cores):
+    config = replace(SMALL, regret=mode, num_students=students, num_evals=1, num_updates=2,
+                     rnn=cores[0], teacher_rnn=cores[1], s5_layers=1, eval_episodes=1,
+                     eval_interval=students - 1, eval_suite="MiniMaze")
+    state, metrics = jax.jit(make_train(config), compiler_options=FAST)(jax.random.key(0))
+    metrics = {name: x[1:] for name, x in host(metrics).items()}
+    assert all(x.shape == (1,) for x in metrics.values())
+    for prefix in prefixes:
+        assert students == 1 or metrics[prefix + "eval_solve_rate"][0] in (0, 1)
+        assert metrics[prefix + "entropy"][0] == pytest.approx(np.log(7), abs=0.1)
+    assert sum(name.endswith("train_return") for name in metrics) == students
+    assert metrics["rollouts"][0] == 2 * students and metrics["grad_updates"][0] == 2
+    if mode == "minimax":
+        assert metrics["regret"][0] <= 0
+    else:
+        assert metrics["regret"][0] >= 0
+    leaves = jax.tree.leaves(state.students.params)
+    assert all(len(leaf) == students and jnp.isfinite(leaf).all() for leaf in leaves)
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(num_students=1), "num_students = 1: allowed is 2 with regret paired"),
+    (dict(num_students=3), "num_students = 3: allowed is 2 with regret paired"),
+    (dict(regret="population", num_students=1), "2 or more with regret population"),
+    (dict(regret="minimax", num_students=0), "num_students = 0: allowed is at least 1"),
+    (dict(regret="flexible"), "paired | population | minimax"),
+    (dict(num_minibatches=16), "num_minibatches = 16: allowed is a divisor of 8"),
+    (dict(teacher_gamma=1.5), "teacher_gamma = 1.5: allowed is from 0 to 1"),
+    (dict(teacher_filters=0), "teacher_filters = 0: allowed is at least 1"),
+    (dict(teacher_lr=-1.0), "teacher_lr = -1.0: allowed is at least 0"),
+    (dict(teacher_rnn="rnn"), "teacher_rnn = 'rnn': allowed is lstm | gru | s5 | none"),
+])  # fmt: skip
+def test_bad_combinations(changes, words):
+    with pytest.raises(paired.BadConfig) as error:
+        make_train(replace(SMALL, **changes))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_published_teacher():
+    """22.5 million parameters: a VALID convolution of 128 filters into an LSTM of 256."""
+    state = jax.eval_shape(make_train(Config()).init, jax.random.key(0))
+    count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
+    convolution, inputs = 27 * 128 + 128, 13 * 13 * 128 + 10 + 50
+    lstm, heads = 1024 * (inputs + 256 + 1), 2 * (256 * 32 + 32) + 32 * 169 + 169 + 32 + 1
+    assert count(state.teacher.params) == convolution + 62 * 10 + lstm + heads == 22_502_038
+    assert count(state.students.params) == 2 * 432_924

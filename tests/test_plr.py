@@ -1,0 +1,919 @@
+"""plr.py against a plain Python buffer and loops over episodes, after the papers' formulas."""
+
+import inspect
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple, get_args, get_type_hints
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import amaze  # noqa: E402
+import plr  # noqa: E402
+
+T = 17  # steps of a rollout: of no other size, so that what spans them can be told by its shape
+SMALL = dict(
+    rnn="none", hidden_size=16, height=5, width=5, n_walls=6, max_steps=8, num_envs=4, num_steps=T,
+    update_epochs=2, num_updates=12, buffer_size=16, min_fill=0.5, replay_prob=0.5, lr=1e-2,
+    eval_interval=0)  # fmt: skip
+FLOATS = "lr replay_prob min_fill".split()  # what a compiled cycle takes as arguments
+FAST = {"xla_backend_optimization_level": 0}  # for programs that take longer to compile than to run
+K, N = 12, 5  # slots and levels of the buffers that are written directly
+
+
+def equal(x, y):
+    """Whether the leaves of two trees are equal, bit for bit."""
+    leaves = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
+    same = lambda x, y: np.array_equal(np.asarray(x), np.asarray(y), equal_nan=True)
+    return all(same(x, y) for x, y in leaves)
+
+
+def close(x, y, tolerance=1e-4):
+    return np.allclose(np.asarray(x), np.asarray(y), tolerance, tolerance, equal_nan=True)
+
+
+def inner(function, name):
+    """A function inside make_train, by name through the closures that lead to it."""
+    seen, queue = [], [function]
+    for function in queue:
+        seen.append(function)
+        found = inspect.getclosurevars(inspect.unwrap(function)).nonlocals
+        if name in found:
+            return found[name]
+        found = [x for x in found.values() if inspect.isfunction(inspect.unwrap(x))]
+        queue += [x for x in found if x not in seen]
+    raise KeyError(name)
+
+
+# --- plain Python: a buffer is a dict of records by level, a batch a list of records
+
+
+def names(level):
+    """A name for each of a batch of levels: equal where the levels are."""
+    fields = [np.asarray(x) for x in level]
+    return [b"".join(x[i].tobytes() for x in fields) for i in range(len(fields[0]))]
+
+
+def records(entries):
+    """A batch of levels as a list of (name, finished, record)."""
+    fields = entries._asdict().items()
+    numbers = {k: np.asarray(v) for k, v in fields if k not in ("level", "code")}
+    finished = numbers.pop("filled")
+    rows = [{k: v[i].item() for k, v in numbers.items()} for i in range(len(finished))]
+    return list(zip(names(entries.level), finished.tolist(), rows))
+
+
+def contents(buffer):
+    """The filled slots: level -> record. No level has two."""
+    filled = [(name, record) for name, full, record in records(buffer) if full]
+    assert len(dict(filled)) == len(filled)
+    return dict(filled)
+
+
+def probabilities(buffer, now, beta, rho):
+    """P = (1 - rho) P_S + rho P_C, with h = 1 / rank and staleness as c - C_i: level -> P."""
+    ranked = sorted(buffer, key=lambda level: -buffer[level]["score"])
+    h = {level: (1 / rank) ** (1 / beta) for rank, level in enumerate(ranked, 1)}
+    c = {level: now - record["touched"] for level, record in buffer.items()}
+    if not any(c.values()):
+        c = dict.fromkeys(c, 1)
+    total_h, total_c = sum(h.values()), sum(c.values())
+    return {i: (1 - rho) * h[i] / total_h + rho * c[i] / total_c for i in buffer}
+
+
+def write(buffer, size, batch, now, beta, rho):
+    """Write a batch of records; how often known levels were updated, new ones let in or refused."""
+    count = dict(updated=0, copied=0, inserted=0, evicted=0, refused=0, unfinished=0)
+    new = {}
+    for level in {level: 0 for level, _, _ in batch}:
+        played = [record for name, finished, record in batch if name == level and finished]
+        count["copied"] += len(played) > 1
+        count["unfinished"] += not played
+        if level in buffer:
+            slot = buffer[level]
+            slot["touched"] = now
+            if played:
+                for name in ("score", "mean_return"):
+                    slot[name] = sum(record[name] for record in played) / len(played)
+                returns = [slot["max_return"]] + [record["max_return"] for record in played]
+                slot["max_return"] = max(returns)
+                count["updated"] += 1
+        elif played:
+            new[level] = dict(played[0])
+    p = probabilities(buffer, now, beta, rho)
+    weakest = [None] * (size - len(buffer)) + sorted(buffer, key=lambda level: p[level])
+    for level, holder in zip(sorted(new, key=lambda level: -new[level]["score"]), weakest):
+        if holder is None or new[level]["score"] >= buffer[holder]["score"]:
+            buffer.pop(holder, None)
+            buffer[level] = new[level]
+            count["inserted" if holder is None else "evicted"] += 1
+        else:
+            count["refused"] += 1
+    return count
+
+
+def same_contents(buffer, reference):
+    buffer = contents(buffer)
+    assert buffer.keys() == reference.keys()
+    for level, record in buffer.items():
+        assert record == pytest.approx(reference[level], abs=1e-5)
+
+
+def episodes(batch, advantage, columns):
+    """The finished episodes in the columns of a batch [T, B]: lists of (r_t, V_t, A_t)."""
+    found = []
+    for b in columns:
+        episode = []
+        for t in range(len(batch.done)):
+            numbers = (x[t, b].item() for x in (batch.reward, batch.value, advantage))
+            episode.append(tuple(numbers))
+            if batch.done[t, b]:
+                found.append(episode)
+                episode = []
+    return found
+
+
+def plain_scores(played, seen, best):
+    """A level's mean return, max return and five scores from its episodes and the max before."""
+    mean = lambda x: sum(x) / len(x)
+    returns = [sum(r for r, _, _ in episode) for episode in played]
+    r_max = max([seen] + returns)
+    solved = mean([float(x > 0) for x in returns])
+    return mean(returns), r_max, {
+        "max_mc": mean([mean([r_max - v for _, v, _ in e]) for e in played]),
+        "positive_value_loss": mean([mean([max(a, 0.0) for _, _, a in e]) for e in played]),
+        "l1_value_loss": mean([mean([abs(a) for _, _, a in e]) for e in played]),
+        "learnability": solved * (1 - solved),
+        "oracle_regret": best - mean(returns)}  # fmt: skip
+
+
+def plain_gae(reward, value, last_value, done, gamma, lam):
+    """Sum over k of (gamma lambda)^k delta_{t+k}, up to the episode's end, for one column."""
+    value = [*value, last_value]
+    keep = [0.0 if d else 1.0 for d in done]
+    delta = [reward[t] + gamma * value[t + 1] * keep[t] - value[t] for t in range(len(reward))]
+    advantage = []
+    for t in range(len(reward)):
+        total, weight = 0.0, 1.0
+        for k in range(t, len(reward)):
+            total += weight * delta[k]
+            weight *= gamma * lam * keep[k]
+        advantage.append(total)
+    return advantage
+
+
+# --- one cycle of a training, compiled
+
+
+class Cycle(NamedTuple):
+    before: NamedTuple  # RunnerState
+    after: NamedTuple  # RunnerState
+    metrics: dict
+    entries: NamedTuple  # Buffer: what write_buffer was given after the rollout
+    slot: np.ndarray
+    batch: NamedTuple  # Transition
+    advantage: np.ndarray
+    best: np.ndarray  # optimal returns
+
+
+@cache
+def program(module, **changes):
+    """cycle(state, **floats, fresh=0, edits=0) -> Cycle; fresh, edits: numbers that change the
+    randomness of fresh levels or edits, and of nothing else. Returned with its train."""
+    config = module.Config(**(SMALL | changes))
+    defaults = {name: getattr(config, name) for name in FLOATS} | {"fresh": 0, "edits": 0}
+    train = module.make_train(config)
+
+    def step(state, fresh, edits, **floats):
+        calls = {}
+
+        def watch(name):
+            function = getattr(module, name)
+
+            def watched(*args):
+                calls.setdefault(name, args)
+                return function(*args)
+
+            return patch.object(module, name, watched)
+
+        def salt(name, number):
+            function, data = getattr(amaze, name), jax.random.key_data
+            salted = lambda rng: jax.random.wrap_key_data(data(rng) ^ number.astype(jnp.uint32))
+            return patch.object(amaze, name, lambda rng, *a, **k: function(salted(rng), *a, **k))
+
+        cycle = inner(module.make_train(replace(config, **floats)).update, "cycle")
+        with watch("write_buffer"), watch("level_outcomes"):
+            with salt("sample_level", fresh), salt("edit_level", edits):
+                after, metrics = cycle(state, None)
+        _, entries, slot, *_ = calls["write_buffer"]
+        batch, advantage, _, best, _ = calls["level_outcomes"]
+        return Cycle(state, after, metrics, entries, slot, batch, advantage, best)
+
+    step = jax.jit(step, compiler_options=FAST)
+
+    def cycle(state, **changes):
+        arguments = {name: jnp.asarray(x) for name, x in (defaults | changes).items()}
+        cycle = step(state, **arguments)
+        host = jax.tree.map(np.asarray, cycle[2:])
+        return Cycle(state, cycle.after, *host)
+
+    return train, cycle
+
+
+@cache
+def initial(module, seed=0, **changes):
+    return jax.jit(program(module, **changes)[0].init, compiler_options=FAST)(jax.random.key(seed))
+
+
+def play(module, cycles, state=None, floats={}, **changes):
+    """That many cycles of a training, from its start or a state."""
+    state, history = state or initial(module, **changes), []
+    for _ in range(cycles):
+        history.append(program(module, **changes)[1](state, **floats))
+        state = history[-1].after
+    return history
+
+
+@pytest.fixture(scope="module")
+def serial():
+    return play(plr, 40)
+
+
+PARALLEL = dict(parallel=True, num_evals=2)
+
+
+@pytest.fixture(scope="module")
+def parallel():
+    return play(plr, 12, **PARALLEL)
+
+
+def replayed(cycle):
+    """Whether the cycle's second block of N levels, or its only one, was in the buffer before."""
+    filled, n = contents(cycle.before.buffer), SMALL["num_envs"]
+    blocks = [names(cycle.entries.level)[i : i + n] for i in (0, n)]
+    known = {level in filled for level in blocks[1] or blocks[0]}
+    assert len(known) == 1
+    return known.pop()
+
+
+def learned(cycle):
+    return not equal(cycle.before.student, cycle.after.student)
+
+
+# --- the distribution P
+
+
+@cache
+def world():
+    """60 levels and their codes."""
+    sample = lambda rng: amaze.sample_level(rng, 6, 5, 5)
+    levels = jax.jit(jax.vmap(sample))(jax.random.split(jax.random.key(1), 60))
+    assert len(set(names(levels))) == 60
+    return jax.tree.map(np.asarray, (levels, jax.jit(jax.vmap(amaze.level_code))(levels)))
+
+
+def empty_buffer(module, size):
+    levels, codes = world()
+    zeros = lambda x: np.zeros((size, *x.shape[1:]), x.dtype)
+    fields = dict.fromkeys(module.Buffer._fields, np.zeros(size, np.int32))
+    fields |= {name: np.zeros(size, np.float32) for name in ("score", "max_return", "mean_return")}
+    fields |= dict(level=jax.tree.map(zeros, levels), code=zeros(codes))
+    return module.Buffer(**fields | dict(filled=np.zeros(size, bool)))
+
+
+def random_entries(random, module, number, now):
+    """Levels of the world, perhaps several times, with random numbers."""
+    entries, (levels, codes) = empty_buffer(module, number), world()
+    index = random.integers(0, len(codes), number)
+    floats = lambda low: random.uniform(low, 1, number).astype(np.float32)
+    filled = random.random(number) < 0.85
+    entries = entries._replace(
+        level=jax.tree.map(lambda x: x[index], levels), code=codes[index], filled=filled,
+        score=floats(-0.5), mean_return=floats(0), max_return=np.where(filled, floats(0), 0),
+        n_actions=random.integers(-1, 9, number),
+        mutations=random.integers(0, 9, number), touched=np.full(number, now))  # fmt: skip
+    more = {name: random.integers(0, 99, number) for name in {"origin"} & {*module.Buffer._fields}}
+    return entries._replace(**more)
+
+
+def random_buffer(random, number, now):
+    """A buffer with that many of its slots filled, anywhere."""
+    buffer, (levels, codes) = empty_buffer(plr, K), world()
+    index = random.permutation(len(codes))[:K]
+    return buffer._replace(
+        level=jax.tree.map(lambda x: x[index], levels), code=codes[index],
+        filled=random.permutation(K) < number, score=random.normal(size=K).astype(np.float32),
+        touched=random.integers(0, now + 1, K))  # fmt: skip
+
+
+replay_probabilities = jax.jit(plr.replay_probabilities)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("beta", [0.1, 0.3, 1.0])
+def test_replay_probabilities(beta, rho):
+    random = np.random.default_rng(0)
+    for number in [*range(1, K + 1)] * 2:
+        buffer = random_buffer(random, number, 50)
+        p = np.asarray(replay_probabilities(buffer, 50, beta, rho))
+        expected = probabilities(contents(buffer), 50, beta, rho)
+        assert (p[~buffer.filled] == 0).all()
+        for level, value in zip(names(buffer.level), p):
+            assert value == pytest.approx(expected.get(level, 0), rel=1e-4, abs=1e-7)
+
+
+def test_staleness_is_uniform_if_all_ages_are_0():
+    buffer = random_buffer(np.random.default_rng(0), 8, 50)
+    buffer = buffer._replace(touched=np.where(buffer.filled, 50, 3))
+    p = replay_probabilities(buffer, 50, 0.3, 1.0)
+    assert close(p, buffer.filled / 8)
+
+
+def test_levels_are_drawn_with_replacement_from_p(serial):
+    state = serial[-1].after
+    sample = inner(program(plr)[0].update, "sample_replay")
+    rngs = jax.random.split(jax.random.key(3), 5000)
+    drawn = jax.jit(jax.vmap(sample, (0, None)))(rngs, state)[0]
+    drawn = names(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), drawn))
+    config = plr.Config()
+    buffer, strength = contents(state.buffer), (config.temperature, config.staleness_coef)
+    expected = probabilities(buffer, state.step, *strength)
+    shares = {level: number / len(drawn) for level, number in Counter(drawn).items()}
+    assert set(drawn) <= set(buffer)
+    for level, p in expected.items():
+        error = (p * (1 - p) / len(drawn)) ** 0.5
+        assert abs(shares.get(level, 0) - p) < 4.5 * error + 1e-4
+    n = SMALL["num_envs"]  # of those drawn at once, two differ as often as independent draws do
+    differ = np.mean([drawn[i] != drawn[i + 1] for i in range(0, len(drawn), n)])
+    assert abs(differ - (1 - sum(p**2 for p in expected.values()))) < 0.03
+
+
+# --- writing the buffer
+
+
+@cache
+def writer(module):
+    def write(buffer, entries, now, beta, rho):
+        slot = module.find(buffer, entries.code)
+        return module.write_buffer(buffer, entries, slot, now, beta, rho)
+
+    return jax.jit(write)
+
+
+def follow_random_batches(module, cycles):
+    """Random batches written to the module's buffer and to the plain one; what they did."""
+    random, total = np.random.default_rng(0), {}
+    buffer, reference = empty_buffer(module, K), {}
+    for now in range(cycles):
+        entries = random_entries(random, module, N, now)
+        # scores rise, so that new levels go on getting in
+        entries = entries._replace(score=entries.score + np.float32(now / cycles))
+        strength = random.choice([0.3, 0.5, 1.0]), random.choice([0.0, 0.3, 0.6])
+        buffer = writer(module)(buffer, entries, now, *strength)
+        count = write(reference, K, records(entries), now, *strength)
+        same_contents(buffer, reference)
+        total = {name: total.get(name, 0) + x for name, x in count.items()}
+    return total
+
+
+def test_insertion_and_eviction():
+    total = follow_random_batches(plr, 400)
+    assert total["inserted"] == K and total["copied"] > 40
+    assert min(total["updated"], total["evicted"], total["refused"], total["unfinished"]) > 100
+
+
+def full_buffer(score):
+    """A buffer with the given scores, and entries of other levels, none of them finished."""
+    buffer, (levels, codes) = empty_buffer(plr, K), world()
+    take = lambda start, number: jax.tree.map(lambda x: x[start : start + number], (levels, codes))
+    level, code = take(0, K)
+    buffer = buffer._replace(level=level, code=code, filled=np.ones(K, bool))
+    buffer = buffer._replace(score=np.float32(score))
+    level, code = take(K, N)
+    return buffer, empty_buffer(plr, N)._replace(level=level, code=code)
+
+
+def test_ith_best_contests_ith_weakest():
+    # 2.9 meets 1 and 2.8 meets 2; 2.5, 2.1 and 0.5 meet 3, 4 and 5
+    buffer, entries = full_buffer(np.arange(K, 0, -1))
+    score = np.array([2.1, 2.9, 0.5, 2.5, 2.8], np.float32)
+    batch = entries._replace(filled=np.ones(N, bool), score=score)
+    after = writer(plr)(buffer, batch, 0, 0.3, 0.0)
+    assert close(np.sort(after.score), [2.8, 2.9, *range(3, 13)])
+    # 9, 7, 6 and 5 win over 1, 2, 3 and 4; 3.5 meets 5
+    batch = batch._replace(score=np.array([3.5, 9, 5, 7, 6], np.float32))
+    after = writer(plr)(buffer, batch, 0, 0.3, 0.0)
+    assert close(after.score, [12, 11, 10, 9, 8, 7, 6, 5, 5, 6, 7, 9])
+
+
+def test_an_equal_score_wins_a_lower_one_does_not():
+    buffer, entries = full_buffer(np.full(K, 0.5))
+    one = np.arange(N) == 2
+    for score, wins in ((0.5, True), (np.nextafter(np.float32(0.5), np.float32(0)), False)):
+        batch = entries._replace(filled=one, score=np.full(N, score, np.float32))
+        after = writer(plr)(buffer, batch, 0, 0.3, 0.3)
+        assert (names(entries.level)[2] in contents(after)) == wins
+
+
+def test_stale_levels_are_kept_longer_than_weak_ones():
+    # scores nearly alike: the slot of least P is that which was touched last
+    buffer, entries = full_buffer(np.linspace(0.5, 0.51, K))
+    buffer = buffer._replace(touched=np.where(np.arange(K) == 7, 30, np.arange(K)))
+    batch = entries._replace(filled=np.arange(N) == 0, score=np.full(N, 2, np.float32))
+    after = writer(plr)(buffer, batch, 31, 0.3, 1.0)
+    assert set(contents(buffer)) - set(contents(after)) == {names(buffer.level)[7]}
+
+
+def test_a_level_that_is_known_updates_its_slot():
+    buffer, entries = full_buffer(np.arange(K))
+    known = jax.tree.map(lambda x: np.repeat(x[3:4], N, axis=0), buffer)  # five copies of slot 3
+    score = np.array([1, 2, 6, 99, 99], np.float32)
+    returns = np.array([0.1, 0.7, 0.3, 0, 0], np.float32)
+    filled = np.arange(N) < 3
+    batch = known._replace(filled=filled, score=score, mean_return=returns, max_return=returns)
+    after = writer(plr)(buffer, batch, 5, 0.3, 0.3)
+    i, others = 3, np.arange(K) != 3
+    row = after.score[i], after.mean_return[i], after.max_return[i], after.touched[i]
+    assert close(row, [3, 1.1 / 3, 0.7, 5])
+    assert equal(*(jax.tree.map(lambda x: x[others], b) for b in (after, buffer)))
+    # the best return stays though worse ones come
+    again = batch._replace(max_return=returns / 2)
+    assert close(writer(plr)(after, again, 6, 0.3, 0.3).max_return[i], 0.7)
+
+
+def test_copies_of_a_new_level_are_dropped_after_the_first():
+    buffer, entries = full_buffer(np.zeros(K))
+    copies = jax.tree.map(lambda x: np.repeat(x[:1], N, axis=0), entries)
+    score = np.array([9, 1, 2, 3, 4], np.float32)  # the first is not finished
+    batch = copies._replace(filled=np.arange(N) > 0, score=score)
+    after = contents(writer(plr)(buffer, batch, 0, 0.3, 0.3))
+    assert len(after) == K and after[names(entries.level)[0]]["score"] == 1
+
+
+def test_a_level_without_a_finished_episode_changes_no_score():
+    buffer, entries = full_buffer(np.arange(K))
+    nan = np.full(N, np.nan, np.float32)
+    entries = entries._replace(score=nan, mean_return=nan)
+    known = jax.tree.map(lambda x: x[:N], buffer)
+    known = known._replace(filled=np.zeros(N, bool), score=nan, mean_return=nan)
+    for batch, touched in ((entries, 0), (known, 4)):
+        after = writer(plr)(buffer, batch, 4, 0.3, 0.3)
+        assert equal(after._replace(touched=buffer.touched), buffer)
+        assert (after.touched[:N] == touched).all() and (after.touched[N:] == 0).all()
+
+
+def test_find():
+    buffer, (levels, codes) = empty_buffer(plr, K), world()
+    buffer = buffer._replace(code=codes[:K], filled=np.arange(K) % 2 == 0)
+    expected = [i if i % 2 == 0 else K for i in range(K)] + [K] * 3
+    assert equal(jax.jit(plr.find)(buffer, codes[: K + 3]), np.array(expected))
+
+
+# --- scores
+
+
+def random_batch(random, steps, columns):
+    """A batch [T, B] with ragged episodes; the last column's does not end."""
+    done = random.random((steps, columns)) < 0.25
+    done[:, -1] = False
+    reward = np.where(done & (random.random(done.shape) < 0.6), random.random(done.shape), 0)
+    value, advantage = random.normal(size=(2, steps, columns))
+    data = [x.astype(np.float32) for x in (value, reward, advantage)]
+    return plr.Transition(None, None, None, None, *data[:2], done), data[2]
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_scores_of_ragged_episodes(copies):
+    random, number = np.random.default_rng(copies), 4
+    outcomes = jax.jit(plr.level_outcomes, static_argnums=4)
+    for _ in range(20):
+        batch, advantage = random_batch(random, 20, number * copies)
+        seen, best = random.random((2, number)).astype(np.float32)
+        count, mean, r_max, scores = outcomes(batch, advantage, seen, best, copies)
+        for n in range(number):
+            played = episodes(batch, advantage, range(n * copies, (n + 1) * copies))
+            assert count[n] == len(played)
+            if played:
+                expected = plain_scores(played, seen[n].item(), best[n].item())
+                got = mean[n], r_max[n], {name: x[n] for name, x in scores.items()}
+                assert got[:2] == pytest.approx(expected[:2], abs=1e-5)
+                assert got[2] == pytest.approx(expected[2], abs=1e-5)
+            else:
+                assert r_max[n] == seen[n]
+
+
+def test_scores_by_hand():
+    column = lambda *x: np.array(x, np.float32)[:, None]
+    batch = plr.Transition(
+        None, None, None, None, value=column(0.5, 0.1, 0.2, 0.6, 9), reward=column(0, 0.8, 0, 0, 9),
+        done=column(0, 1, 0, 1, 0) > 0)  # episodes of 2, 2 and, unfinished, 1 step
+    advantage = column(0.2, -0.4, -0.6, -0.2, 9)
+    best, seen = np.float32([0.95]), np.float32([0.3])
+    count, mean, r_max, scores = plr.level_outcomes(batch, advantage, seen, best, 1)
+    assert (count, mean, r_max) == (2, pytest.approx(0.4), pytest.approx(0.8))
+    assert {name: x.item() for name, x in scores.items()} == pytest.approx({
+        "max_mc": ((0.3 + 0.7) / 2 + (0.6 + 0.2) / 2) / 2,
+        "positive_value_loss": ((0.2 + 0) / 2 + 0) / 2,
+        "l1_value_loss": ((0.2 + 0.4) / 2 + (0.6 + 0.2) / 2) / 2,
+        "learnability": 0.5 * 0.5,
+        "oracle_regret": 0.95 - 0.4})  # fmt: skip
+    assert set(scores) == set(get_args(get_type_hints(plr.Config)["score"]))
+
+
+def test_unsolvable_levels_have_no_oracle_regret():
+    solution = amaze.Solution(None, jnp.array([-1, 5, 9]), jnp.array([False, True, True]))
+    best = amaze.optimal_return(solution, 8)
+    done = np.ones((1, 3), bool)
+    zero = np.zeros((1, 3), np.float32)
+    batch = plr.Transition(None, None, None, None, zero, zero, done)
+    scores = plr.level_outcomes(batch, zero, zero[0], best, 1)[3]
+    assert close(scores["oracle_regret"], [0, 1 - 0.9 * 5 / 8, 0])  # the third: not within 8 steps
+
+
+def test_gae_and_episode_sums():
+    random = np.random.default_rng(0)
+    batch, _ = random_batch(random, 20, 4)
+    last = random.normal(size=4).astype(np.float32)
+    args = batch.reward, batch.value, last, batch.done, 0.9, 0.8
+    columns = [plain_gae(*(x[..., b] for x in args[:4]), 0.9, 0.8) for b in range(4)]
+    assert close(jax.jit(plr.gae)(*args), np.array(columns).T)
+    sums = np.zeros((20, 4))
+    for t in range(20):
+        sums[t] = batch.reward[t] + (np.where(batch.done[t - 1], 0, sums[t - 1]) if t else 0)
+    assert close(jax.jit(plr.episode_sums)(batch.reward, batch.done), sums)
+
+
+# --- a training
+
+
+def follow(history, copies, score="max_mc"):
+    """A training's scores and buffer, cycle after cycle, against the plain ones."""
+    reference, config, returns = {}, plr.Config(parallel=copies > 1), {}
+    for now, cycle in enumerate(history):
+        for n, (level, finished, record) in enumerate(records(cycle.entries)):
+            columns = range(n * copies, (n + 1) * copies)
+            played = episodes(cycle.batch, cycle.advantage, columns)
+            seen = max([0.0, *returns[level]]) if level in reference else 0.0
+            mean, r_max, scores = plain_scores(played, seen, cycle.best[n].item())
+            expected = dict(score=scores[score], mean_return=mean, max_return=r_max, touched=now)
+            assert finished
+            assert {k: record[k] for k in expected} == pytest.approx(expected, abs=1e-5)
+        for n, (level, _, _) in enumerate(records(cycle.entries)):
+            ended = episodes(cycle.batch, cycle.advantage, range(n * copies, (n + 1) * copies))
+            known = level in reference
+            returns[level] = returns[level] if known else []
+            returns[level] += [sum(r for r, _, _ in episode) for episode in ended]
+        strength = config.temperature, config.staleness_coef
+        write(reference, SMALL["buffer_size"], records(cycle.entries), now, *strength)
+        same_contents(cycle.after.buffer, reference)
+        for level, record in reference.items():  # the true maximum of all it was ever played for
+            assert record["max_return"] == pytest.approx(max([0.0, *returns[level]]), abs=1e-5)
+
+
+def test_scores_and_buffer_of_a_training(serial):
+    follow(serial, 1)
+    assert 10 < sum(replayed(cycle) for cycle in serial) < 30
+    assert max(cycle.entries.max_return.max() for cycle in serial) > 0.5
+
+
+def test_scores_and_buffer_of_a_parallel_training(parallel):
+    follow(parallel, 2)
+
+
+def test_ages_and_fill_are_logged(serial):
+    for cycle in serial[:6]:
+        buffer, step = contents(cycle.after.buffer), int(cycle.after.step)
+        ages = [step - record["touched"] for record in buffer.values()]
+        assert cycle.metrics["buffer_age"] == pytest.approx(np.mean(ages), rel=1e-5)
+        assert cycle.metrics["buffer_fill"] == len(buffer) / SMALL["buffer_size"]
+
+
+def test_robust_learns_on_replay_cycles_only(serial):
+    for cycle in serial:
+        assert learned(cycle) == replayed(cycle)
+        assert np.isnan(cycle.metrics["total_loss"]) == (not replayed(cycle))
+    assert serial[-1].metrics["grad_updates"] == sum(map(replayed, serial))
+    assert serial[-1].metrics["rollouts"] == len(serial)
+
+
+def test_plain_plr_learns_on_every_cycle():
+    history = play(plr, 6, robust=False)
+    assert {replayed(cycle) for cycle in history} == {False, True}
+    assert all(map(learned, history)) and history[-1].metrics["grad_updates"] == 6
+
+
+def test_fresh_and_replayed_levels_are_logged_apart(serial):
+    for cycle in serial[:12]:
+        walls = cycle.entries.level.wall_map.sum((1, 2)).mean()
+        this, other = ("replay", "fresh") if replayed(cycle) else ("fresh", "replay")
+        assert cycle.metrics[f"{this}_walls"] == pytest.approx(walls)
+        assert np.isnan(cycle.metrics[f"{other}_walls"])
+
+
+def shown(module, history, **changes):
+    """show's levels before each cycle: its fresh and its replayed ones."""
+    show = jax.jit(program(module, **changes)[0].show, compiler_options=FAST)
+    for cycle in history:
+        sections = show(cycle.before)
+        yield cycle, names(sections["fresh"][0]), names(sections["replayed"][0])
+
+
+def test_show_gives_the_levels_that_the_next_update_starts_with(serial, parallel):
+    for cycle, fresh, replay in shown(plr, serial[:8]):
+        assert names(cycle.entries.level) == (replay if replayed(cycle) else fresh)
+    for cycle, fresh, replay in shown(plr, parallel[4:], **PARALLEL):
+        assert names(cycle.entries.level) == fresh + replay
+
+
+# --- the replay schedule
+
+
+def test_schedule_waits_for_the_buffer_and_then_replays_with_replay_prob():
+    replays = inner(program(plr)[0].update, "replays")
+    schedule = np.asarray(jax.jit(jax.vmap(replays))(jnp.arange(10_002)))
+    assert not schedule[:2].any()  # 4 levels a cycle: half of 16 slots are filled after two
+    assert abs(schedule[2:].mean() - 0.5) < 4 * 0.005
+    pairs = schedule[2:-1] & schedule[3:]
+    assert abs(pairs.mean() - 0.25) < 0.025  # each cycle apart from the one before
+
+
+def test_replay_prob_0_never_replays_and_1_always_once_warm():
+    never = play(plr, 8, floats=dict(replay_prob=0.0))
+    assert not any(map(replayed, never)) and not any(map(learned, never))
+    always = play(plr, 8, floats=dict(replay_prob=1.0))
+    assert list(map(replayed, always)) == [False] * 2 + [True] * 6
+    assert list(map(learned, always)) == [False] * 2 + [True] * 6
+
+
+def test_min_fill_delays_replay():
+    late = play(plr, 7, floats=dict(replay_prob=1.0, min_fill=1.0))
+    assert list(map(replayed, late)) == [False] * 4 + [True] * 3
+
+
+@pytest.mark.parametrize("changes", [{}, PARALLEL])
+def test_an_empty_buffer_is_not_played(changes):
+    cycle = play(plr, 1, floats=dict(replay_prob=1.0, min_fill=0.0), **changes)[0]
+    level = cycle.entries.level
+    assert (level.agent_pos != level.goal_pos).any(-1).all()
+
+
+# --- parallel mode
+
+
+def test_parallel_plays_fresh_and_replayed_levels_together(parallel):
+    n = SMALL["num_envs"]
+    for i, cycle in enumerate(parallel):
+        known = cycle.slot < SMALL["buffer_size"]
+        assert cycle.batch.reward.shape == (T, 2 * n * 2)
+        assert not known[:n].any() and known[n:].all() == known[n:].any() == (i >= 2)
+        assert cycle.metrics["rollouts"] == 2 * (i + 1)
+        opens = amaze.Observation(*(x[0] for x in cycle.batch.obs))
+        assert equal(opens.direction, np.repeat(cycle.entries.level.agent_dir, 2))
+
+
+def test_parallel_robust_learns_nothing_while_cold(parallel):
+    assert list(map(learned, parallel)) == [False] * 2 + [True] * 10
+    assert parallel[-1].metrics["grad_updates"] == 10
+    for cycle in parallel:
+        both = cycle.entries.level.wall_map.sum((1, 2)).reshape(2, -1).mean(1)
+        if learned(cycle):
+            assert cycle.metrics["fresh_walls"] == pytest.approx(both[0])
+            assert cycle.metrics["replay_walls"] == pytest.approx(both[1])
+        else:
+            assert cycle.metrics["fresh_walls"] == pytest.approx(both.mean())
+
+
+def other_levels(state):
+    """The state with every level of its buffer moved to another slot."""
+    roll = lambda x: jnp.roll(x, 5, axis=0)
+    buffer = state.buffer
+    return state.replace(buffer=buffer._replace(level=jax.tree.map(roll, buffer.level)))
+
+
+def test_parallel_robust_learns_from_the_replayed_block_only(parallel):
+    cycle = program(plr, **PARALLEL)[1]
+    base, n = parallel[5], SMALL["num_envs"]
+    fresh = cycle(base.before, fresh=1)
+    blocks = [[names(x.entries.level)[i : i + n] for i in (0, n)] for x in (base, fresh)]
+    assert blocks[0][0] != blocks[1][0] and blocks[0][1] == blocks[1][1]
+    assert equal(fresh.after.student, base.after.student)
+    assert not equal(fresh.after.buffer.level, base.after.buffer.level)
+    replay = cycle(other_levels(base.before))
+    assert names(replay.entries.level)[:n] == blocks[0][0]
+    assert not equal(replay.after.student, base.after.student)
+
+
+def test_parallel_plain_learns_from_both_blocks():
+    changes = PARALLEL | dict(robust=False)
+    cycle = program(plr, **changes)[1]
+    history = play(plr, 4, **changes)
+    assert all(map(learned, history)) and history[-1].metrics["grad_updates"] == 4
+    base = history[-1]
+    for other in (cycle(base.before, fresh=1), cycle(other_levels(base.before))):
+        assert not equal(other.after.student, base.after.student)
+
+
+def learning_columns(module, **changes):
+    """Columns of the batches whose advantages a cycle takes, by tracing it: to score, to learn."""
+    shapes, function = [], module.gae
+
+    def gae(reward, *args):
+        shapes.append(reward.shape[1])
+        return function(reward, *args)
+
+    train = module.make_train(module.Config(**(SMALL | changes)))
+    state = jax.eval_shape(train.init, jax.random.key(0))
+    with patch.object(module, "gae", gae):
+        jax.eval_shape(partial(train.update, steps=1), state)
+    return set(shapes)
+
+
+def test_columns_that_are_scored_and_learned_from():
+    assert learning_columns(plr) == {4}
+    assert learning_columns(plr, num_envs=1, num_evals=2, buffer_size=4) == {2}
+    assert learning_columns(plr, **PARALLEL) == {8, 16}
+    assert learning_columns(plr, **PARALLEL, robust=False) == {16}
+
+
+# --- many seeds at once
+
+
+def solo(module, seed, **changes):
+    return play(module, SMALL["num_updates"], initial(module, seed, **changes), **changes)
+
+
+@pytest.fixture(scope="module")
+def vmapped():
+    """Eight trainings at once, from the keys 0 to 7."""
+    rngs = jax.vmap(jax.random.key)(jnp.arange(8))
+    train = jax.vmap(plr.make_train(plr.Config(**SMALL)))
+    return jax.jit(train, compiler_options=FAST)(rngs)
+
+
+def test_a_row_of_many_trainings_equals_the_training_alone(vmapped):
+    state, metrics = vmapped
+    for seed in (0, 5):
+        alone = solo(plr, seed)
+        row = jax.tree.map(lambda x: x[seed], state.replace(step=state.step[None].repeat(8)))
+        assert names(row.buffer.level) == names(alone[-1].after.buffer.level)
+        pairs = (row.student, row.buffer), (alone[-1].after.student, alone[-1].after.buffer)
+        assert all(jax.tree.leaves(jax.tree.map(close, *pairs)))
+        for name, x in metrics.items():
+            assert close(x[seed], [cycle.metrics[name] for cycle in alone]), name
+
+
+def test_all_seeds_have_one_schedule(vmapped):
+    counts = np.asarray(vmapped[1]["grad_updates"])
+    assert 0 < counts[0, -1] < SMALL["num_updates"] - 2
+    assert (counts == counts[0]).all()
+    schedules = [play(plr, 8, initial(plr, seed))[-1].after.grad_updates for seed in (3, 4)]
+    assert schedules == [counts[0, 7]] * 2
+    for seed in (1, 2):  # nor does the first seed of a run change it
+        train = plr.make_train(plr.Config(**(SMALL | dict(seed=seed))))
+        replays = jax.vmap(inner(train.update, "replays"))(jnp.arange(12))
+        assert equal(np.cumsum(replays), counts[0])
+
+
+def products(lowered):
+    """Of each matrix product in a lowered program: (spans all T steps, sits in a conditional)."""
+    module = lowered.compiler_ir("stablehlo")
+    functions = {f.attributes["sym_name"].value: f for f in module.body.operations}
+    found = []
+
+    def walk(op, inside):
+        for child in (child for region in op.regions for block in region for child in block):
+            name = child.operation.name
+            if name == "stablehlo.dot_general":
+                found.append((any(T in x.type.shape for x in child.operands), inside))
+            if name in ("func.call", "call"):
+                walk(functions[child.attributes["callee"].value], inside)
+            walk(child.operation, inside or name in ("stablehlo.case", "stablehlo.if"))
+
+    walk(functions["main"], False)
+    return set(found)
+
+
+ACTS, LEARNS_IN_BRANCH, LEARNS_ALWAYS = (False, False), (True, True), (True, False)
+
+
+def trainings(module, backend, **changes):
+    """make_train, vmapped over 8 seeds, lowered: as on a CPU, or as on others."""
+    with patch.object(jax, "default_backend", lambda: backend):
+        train = module.make_train(module.Config(**(SMALL | changes)))
+        return jax.jit(jax.vmap(train)).lower(jax.random.split(jax.random.key(0), 8))
+
+
+def command_line(module, backend, **changes):
+    """The program that the command line makes for 8 seeds, lowered."""
+    config = module.Config(**(SMALL | changes), seeds=8)
+    with patch.object(jax, "default_backend", lambda: backend):
+        init, update, _ = module.make_programs(config, jax.devices()[:1])
+        rows = module.deal(config, module.make_rows(config), 1)
+        return update(2).lower(rows, jax.eval_shape(init, rows))
+
+
+@pytest.mark.parametrize("lower, backend, changes", [
+    (trainings, "cpu", {}), (trainings, "gpu", {}), (command_line, "cpu", {}),
+    (command_line, "gpu", {}), (trainings, "gpu", dict(parallel=True))])  # fmt: skip
+def test_fresh_cycles_of_many_seeds_skip_learning(lower, backend, changes):
+    assert products(lower(plr, backend, **changes)) == {ACTS, LEARNS_IN_BRANCH}
+
+
+def swept_replay_prob(rng, replay_prob):
+    return plr.make_train(plr.Config(**SMALL | dict(replay_prob=replay_prob)))(rng)
+
+
+def test_a_predicate_that_differs_by_row_would_not_skip_learning():
+    with patch.object(jax, "default_backend", lambda: "gpu"):
+        rngs = jax.random.split(jax.random.key(0), 8)
+        lowered = jax.jit(jax.vmap(swept_replay_prob)).lower(rngs, jnp.linspace(0, 1, 8))
+    assert products(lowered) == {ACTS, LEARNS_ALWAYS}
+
+
+def test_a_swept_replay_prob_gives_the_same_results():
+    values = np.float32([0, 0.5, 1])
+    rngs = jax.vmap(jax.random.key)(jnp.array([0, 0, 3]))
+    train = jax.jit(jax.vmap(swept_replay_prob), compiler_options=FAST)
+    metrics = train(rngs, values)[1]
+    for i, (seed, value) in enumerate(zip([0, 0, 3], values)):
+        floats = dict(replay_prob=value)
+        alone = play(plr, SMALL["num_updates"], initial(plr, seed), floats)
+        for name, x in metrics.items():
+            assert close(x[i], [cycle.metrics[name] for cycle in alone]), name
+
+
+def sweeps_and_batches(module, **changes):
+    """Traces trainings that differ in every float, and updates of states batched as a whole."""
+    config = module.Config(**SMALL | changes | dict(eval_interval=2, eval_suite="MiniMaze"))
+    rngs = jax.random.split(jax.random.key(0), 3)
+    swept = {name: jnp.linspace(0.1, 0.9, 3) for name in module.FLOATS}
+    train = lambda rng, floats: module.make_train(replace(config, **floats))(rng)
+    jax.eval_shape(jax.vmap(train), rngs, swept)
+    train = module.make_train(config)
+    states = jax.eval_shape(jax.vmap(train.init), rngs)
+    jax.eval_shape(jax.vmap(partial(train.update, steps=2)), states)
+
+
+@pytest.mark.parametrize("changes", [{}, dict(parallel=True)])
+def test_every_float_can_be_swept_and_every_state_batched(changes):
+    sweeps_and_batches(plr, **changes)
+
+
+# --- configuration
+
+
+def defaults(module, table):
+    """Config has the published defaults of both modes, and explicit values win."""
+    for name, (serial, parallel) in table.items():
+        assert getattr(module.Config(), name) == serial, name
+        assert getattr(module.Config(parallel=True), name) == parallel, name
+        assert getattr(module.parse([]), name) == serial, name
+        assert getattr(module.parse(["--parallel"]), name) == parallel, name
+        flag = f"--{name.replace('_', '-')}"
+        for mode in ([], ["--parallel"]):
+            for value in (serial, parallel, 1):
+                config = module.Config(**{name: value}, parallel=bool(mode))
+                assert getattr(config, name) == value
+                assert getattr(module.parse([*mode, flag, str(value)]), name) == value
+
+
+def test_published_defaults():
+    defaults(plr, dict(
+        lr=(3e-4, 3e-4), gamma=(0.999, 0.999), gae_lambda=(0.98, 0.95), ent_coef=(0, 0),
+        n_walls=(60, 60), replay_prob=(0.5, 0.5), staleness_coef=(0.3, 0.5),
+        temperature=(0.3, 0.3), buffer_size=(4000, 4000), min_fill=(0.5, 0.5)))  # fmt: skip
+    assert plr.Config().robust and not plr.Config().parallel
+    assert plr.Config().score == "max_mc" and plr.Config().num_updates == 30_000
+
+
+def refused(module, name, value, allowed, **changes):
+    """make_train refuses a value in one line that names field, value and what is allowed."""
+    with pytest.raises(ValueError) as error:
+        module.make_train(module.Config(**(SMALL | changes | {name: value})))
+    message = str(error.value)
+    assert "\n" not in message
+    assert name in message and repr(value) in message and allowed in message
+
+
+@pytest.mark.parametrize("name, value, allowed", [
+    ("replay_prob", -0.1, "0 to 1"), ("replay_prob", 1.1, "0 to 1"),
+    ("staleness_coef", 1.5, "0 to 1"), ("min_fill", 2.0, "0 to 1"), ("temperature", 0.0, "above 0"),
+    ("temperature", -1.0, "above 0"), ("score", "regret", "max_mc"), ("buffer_size", 3, "4"),
+    ("buffer_size", 0, "1"), ("num_evals", 0, "1"), ("gamma", 1.5, "0 to 1"),
+    ("num_minibatches", 3, "4")])  # fmt: skip
+def test_bad_values(name, value, allowed):
+    refused(plr, name, value, allowed)
+
+
+def test_bad_values_of_parallel_mode():
+    refused(plr, "buffer_size", 7, "8", parallel=True)
+    plr.make_train(plr.Config(**(SMALL | dict(buffer_size=8, parallel=True))))

@@ -1,0 +1,128 @@
+"""The four files are siblings: whatever two of them share is the same in text and in order."""
+
+import ast
+import sys
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = [name for name in ("dr", "plr", "accel", "paired") if (ROOT / f"{name}.py").exists()]
+PAIRS = list(combinations(FILES, 2))
+MARK = "# --- command line"
+PACKAGES = "amaze s5 jax flax optax distrax numpy matplotlib tyro tqdm".split()
+
+# What has one name in two files and must differ, because the papers do: the fields and states of
+# the method, what fills them, the method itself (cycle), and what show displays of it.
+METHOD = "Config RunnerState make_train init cycle show"
+# Between PLR and ACCEL: entries of the buffer also know from which base level they descend.
+ORIGIN = "Buffer empty_buffer sample_replay sample_fresh score buffer_stats"
+# Between PAIRED and the others: an agent may be the teacher, so its network is an argument, and
+# the convolution is a function that both networks call.
+AGENTS = "ActorCritic act rollout loss learn evaluate"
+DIFFER = {pair: METHOD.split() for pair in PAIRS}
+DIFFER |= {pair: f"{METHOD} {AGENTS}".split() for pair in PAIRS if "paired" in pair}
+DIFFER |= {("plr", "accel"): f"{METHOD} {ORIGIN}".split()}
+
+
+@cache
+def source(name):
+    return (ROOT / f"{name}.py").read_text()
+
+
+def halves(name):
+    upper, mark, lower = source(name).partition(f"\n{MARK}\n")
+    assert mark
+    return upper, lower
+
+
+@cache
+def definitions(name):
+    """Functions and classes of the upper half, at the top and inside make_train: name -> text."""
+    lines, found = halves(name)[0].splitlines(), {}
+
+    def visit(nodes):
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                assert node.name not in found
+                first = min([node.lineno] + [x.lineno for x in node.decorator_list])
+                above = [line.strip() for line in lines[: first - 1]]
+                while above[-1].startswith("#"):  # the comment above belongs to it
+                    first -= above.pop().startswith("#")
+                found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+                if node.name == "make_train":
+                    visit(node.body)
+
+    visit(ast.parse(halves(name)[0]).body)
+    return found
+
+
+def statements(name):
+    """What else stands at the top of the upper half, but imports: name or call -> texts."""
+    found = {}
+    for node in ast.parse(halves(name)[0]).body[1:]:  # without the docstring
+        if isinstance(node, ast.Assign | ast.Expr):
+            named = node.targets[0] if isinstance(node, ast.Assign) else node.value.func
+            found.setdefault(ast.unparse(named), []).append(ast.unparse(node))
+    return found
+
+
+def shared(first, second):
+    return [name for name in first if name in second], [name for name in second if name in first]
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+def test_the_command_line_is_the_same(name):
+    assert halves(name)[1] == halves("dr")[1]
+
+
+@pytest.mark.parametrize("first, second", PAIRS)
+def test_shared_definitions_are_the_same(first, second):
+    """All but those in DIFFER; and those do differ, else they need not be listed."""
+    one, other = definitions(first), definitions(second)
+    names, same_names = shared(one, other)
+    assert names == same_names  # the order too
+    assert {name for name in names if one[name] != other[name]} == set(DIFFER[first, second])
+
+
+@pytest.mark.parametrize("first, second", PAIRS)
+def test_shared_statements_are_the_same(first, second):
+    """All but SERIAL and PARALLEL, the published defaults of a method."""
+    one, other = statements(first), statements(second)
+    names, same_names = shared(one, other)
+    assert names == same_names and {"FLOATS", "STATIC", "lstm.defvjp"} <= set(names)
+    different = {name for name in names if one[name] != other[name]}
+    assert different == ({"SERIAL", "PARALLEL"} if (first, second) == ("plr", "accel") else set())
+
+
+@pytest.mark.parametrize("first, second", PAIRS)
+def test_shared_fields_have_the_same_order(first, second):
+    for record in ("Config", "RunnerState"):
+        fields = []
+        for name in (first, second):
+            body = ast.parse(definitions(name)[record]).body[0].body
+            fields.append([x.target.id for x in body if isinstance(x, ast.AnnAssign)])
+        names, same_names = shared(*fields)
+        assert names == same_names and len(names) > 1
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports(name):
+    """Only the two files beside it, the allowed packages and the standard library."""
+    roots = set()
+    for node in ast.walk(ast.parse(source(name))):
+        if isinstance(node, ast.Import):
+            roots |= {alias.name.split(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            roots.add(node.module.split(".")[0])
+    assert roots - sys.stdlib_module_names <= set(PACKAGES)
+    assert {"amaze", "s5", "jax"} <= roots
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_line_over_100_columns(name):
+    long = [i for i, line in enumerate(source(name).splitlines(), 1) if len(line) > 100]
+    assert not long, f"{name}.py, lines {long}"
