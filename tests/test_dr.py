@@ -38,7 +38,7 @@ def inner(function, *names):
     """A function inside make_train, reached by name through the closures of others."""
     for name in names:
         function = inspect.getclosurevars(function).nonlocals[name]
-        function = getattr(function, "fun", function)  # without its sequential_vmap
+        function = inspect.unwrap(getattr(function, "fun", function))  # of sequential_vmap, jit
     return function
 
 

@@ -19,9 +19,8 @@ PACKAGES = "amaze s5 jax flax optax distrax numpy matplotlib tyro tqdm".split()
 METHOD = "Config RunnerState make_train init cycle show"
 # Between PLR and ACCEL: entries of the buffer also know from which base level they descend.
 ORIGIN = "Buffer empty_buffer sample_replay sample_fresh score buffer_stats"
-# Between PAIRED and the others: an agent may be the teacher, so its network is an argument, and
-# the convolution is a function that both networks call.
-AGENTS = "ActorCritic act rollout loss learn evaluate"
+# Between PAIRED and the others: an agent may be the teacher, so its network is an argument.
+AGENTS = "act rollout loss learn evaluate"
 DIFFER = {pair: METHOD.split() for pair in PAIRS}
 DIFFER |= {pair: f"{METHOD} {AGENTS}".split() for pair in PAIRS if "paired" in pair}
 DIFFER |= {("plr", "accel"): f"{METHOD} {ORIGIN}".split()}
