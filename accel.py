@@ -658,6 +658,7 @@ def make_train(config, shards=1):
     def replays(step):
         """Whether cycle `step` replays; the same for all seeds, so that it stays a branch."""
         warm = step * config.num_envs >= config.min_fill * config.buffer_size
+        warm &= step > 0  # there is something to replay
         draw = jax.random.uniform(jax.random.fold_in(jax.random.key(0), step))
         return warm if config.parallel else warm & (draw < config.replay_prob)
 

@@ -96,7 +96,7 @@ def random_agents():
     train = dr.make_train(dr.Config(**TINY))
     shapes = jax.eval_shape(train.init, jax.random.key(0)).student.params
     rng = np.random.default_rng(5)
-    draw = lambda x: jnp.asarray(0.15 * rng.normal(size=(4, *x.shape)), x.dtype)
+    draw = lambda x: jnp.asarray(0.2 * rng.normal(size=(4, *x.shape)), x.dtype)
     params = jax.tree.map(draw, shapes)
     keys = evaluate.agent_keys(SimpleNamespace(agents=[{"seed": i} for i in range(4)]), 3)
     return train.act, train.initial_carry, params, keys
