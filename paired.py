@@ -357,6 +357,9 @@ def make_train(config, shards=1):
     if config.regret == "population":
         demand(config.num_students >= 2, config, "num_students", "2 or more with regret population")
     num_levels = config.num_envs // shards  # N on this device
+    batch = num_levels * config.num_evals
+    allowed = f"a divisor of {batch}, the trajectories on a device"
+    demand(batch % config.num_minibatches == 0, config, "num_minibatches", allowed)
     allowed = f"a divisor of {num_levels}, the teacher's trajectories"
     demand(num_levels % config.num_minibatches == 0, config, "num_minibatches", allowed)
     core = make_core(config.rnn, config.hidden_size, config.s5_layers, config.s5_norm)
@@ -677,6 +680,8 @@ def sweep_values(config, sweep, rng):
             random = rng.choice(values, config.sweep_random)
         else:
             low, high, number = values[4:].split(":")
+            if int(number) < 1:
+                raise ValueError
             values = np.geomspace(float(low), float(high), int(number)).tolist()
             random = np.exp(rng.uniform(*np.log([values[0], values[-1]]), config.sweep_random))
     except ValueError:
@@ -687,6 +692,9 @@ def sweep_values(config, sweep, rng):
 
 def make_rows(config):
     """The rows: a dict of seed and swept floats for each; every point of a sweep has all seeds."""
+    names = [sweep.partition("=")[0] for sweep in config.sweep]
+    demand(len({*names}) == len(names), config, "sweep", "each field once")
+    demand(names or not config.sweep_random, config, "sweep_random", "0 without --sweep")
     rng = np.random.default_rng(config.seed)
     swept = dict(sweep_values(config, sweep, rng) for sweep in config.sweep)
     points = zip(*swept.values()) if config.sweep_random else product(*swept.values())
@@ -810,7 +818,7 @@ def rank_sweep(folder, swept, table):
     print(*swept, "solve rate, mean and 95% interval over seeds", sep="\t")
     for point, scores in sorted(points.items(), key=lambda item: -np.mean(item[1])):
         interval = 1.96 * np.std(scores, ddof=1) / len(scores) ** 0.5 if len(scores) > 1 else np.nan
-        print(*(f"{value:.4g}" for value in point), end="\t")
+        print(*(f"{value:.4g}" for value in point), sep="\t", end="\t")
         print(f"{np.mean(scores):.3f} +- {interval:.3f}")
     figure = Figure(figsize=(4 * len(swept), 4), layout="constrained")
     for i, (axis, name) in enumerate(zip(figure.subplots(1, len(swept), squeeze=False)[0], swept)):
@@ -847,7 +855,10 @@ def open_run(config):
     if not config.resume:
         fresh = not folder.exists() or folder.is_dir() and not any(folder.iterdir())
         demand(fresh, config, "out", "a new or empty folder; --resume goes on with a run")
-        (folder / "levels").mkdir(parents=True)
+        try:
+            (folder / "levels").mkdir(parents=True)
+        except OSError as error:
+            demand(False, config, "out", f"a folder that can be made ({error.strerror})")
         stored = {"script": script.name} | asdict(config)
         write(folder / "config.json", json.dumps(stored, indent=2).encode())
     elif (folder / "checkpoint.msgpack").exists():
@@ -865,14 +876,17 @@ def run(config):
     at_once = config.seeds_at_once or len(rows)
     groups = [slice(i, i + at_once) for i in range(0, len(rows), at_once)]
     devices = choose_devices(config, [len(rows[group]) for group in groups])
-    folder, checkpoint = open_run(config)
     init, update, show = make_programs(config, devices)
+    folder, checkpoint = open_run(config)
     dealt = [deal(config, rows[group], len(devices)) for group in groups]
     park = fetch = lambda state: state
     if len(groups) > 1:  # groups take turns on the devices; those that wait are in host memory
         park, fetch = partial(to_host, config), partial(to_devices, num_devices=len(devices))
     step, seconds = checkpoint["step"], checkpoint["seconds"]
     if step:
+        shards = len(checkpoint["state"]["rng"])
+        same = config.shard == "seeds" or shards == len(devices)
+        demand(same, config, "devices", f"{shards}, as in the run to resume")
         saved = jax.eval_shape(init, dealt[0])
         saved = serialization.from_state_dict(saved, checkpoint.pop("state"))
         part = lambda group: jax.tree.map(lambda x: x[:, group] if np.ndim(x) else x, saved)
@@ -985,6 +999,7 @@ def main():
         print(f"{name}: error: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
+        error.filename = error.filename or "logs.csv"  # all other files are named by `write`
         hint = "the last checkpoint is intact, --resume goes on from it"
         print(f"{name}: error: {error}; {hint}", file=sys.stderr)
         sys.exit(1)
