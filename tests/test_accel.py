@@ -170,18 +170,18 @@ def test_a_student_learns_nothing_from_children(serial):
 
 def test_lineage_is_a_family_by_generation(serial):
     lineage = jax.jit(inner(program(accel, **SERIAL)[0].show, "lineage"))
-    buffer = serial[-1].after.buffer
-    filled = contents(buffer)
     sizes = []
-    for slot in range(SMALL["buffer_size"]):
-        levels, captions = lineage(buffer, slot)
-        family = {name for name, x in filled.items() if x["origin"] == buffer.origin[slot]}
-        shown = names(levels)
-        assert set(shown) <= family and len(set(shown)) == min(len(family), N)
-        assert [filled[name]["mutations"] for name in shown] == captions["generation"].tolist()
-        assert (np.diff(captions["generation"]) >= 0).all()
-        sizes.append(len(family))
-    assert max(sizes) > 1
+    for buffer in (serial[0].after.buffer, serial[-1].after.buffer):  # with free slots, and full
+        filled = contents(buffer)
+        for slot in np.flatnonzero(buffer.filled):
+            levels, captions = lineage(buffer, slot)
+            family = {name for name, x in filled.items() if x["origin"] == buffer.origin[slot]}
+            shown = names(levels)
+            assert set(shown) <= family and len(set(shown)) == min(len(family), N)
+            assert [filled[name]["mutations"] for name in shown] == captions["generation"].tolist()
+            assert (np.diff(captions["generation"]) >= 0).all()
+            sizes.append(len(family))
+    assert max(sizes) > 1 and len(sizes) == N + SMALL["buffer_size"]
 
 
 # --- parallel mode
