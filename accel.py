@@ -44,6 +44,8 @@ import numpy as np
 import optax
 import tyro
 from flax import serialization, struct
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -115,6 +117,10 @@ class Config:
     plot_interval: int = 500  # updates between pictures; 0: only at the end
     devices: int = 0  # devices to use; 0: as many as deal evenly
     shard: Literal["seeds", "levels"] = "seeds"  # what is dealt over the devices
+    distributed: bool = False  # one run in several processes, found as jax.distributed does
+    coordinator: str = ""  # where it finds none: host:port of process 0, the same in all
+    num_processes: int = 0  # likewise
+    process_id: int = 0  # likewise; this one's number
 
     def __post_init__(self):
         for name, value in (PARALLEL if self.parallel else SERIAL).items():
@@ -773,12 +779,13 @@ def make_train(config, shards=1):
 
 # --- command line
 # The same in each file. A run is a list of rows: a seed and its swept values. Rows form groups:
-# what fits at once. A group is one program, pmapped over devices, vmapped over rows: [D, R, ...].
+# what fits at once. A group is one program, mapped over D devices, vmapped over R rows: [D, R, ...].
+# Several processes (--distributed) all do the same; only the first, 0, writes.
 
 ALLOWED = {
     "at least 0": (lambda v: v >= 0, """lr ent_coef vf_coef n_walls num_edits eval_interval seed
         archive_interval plot_interval devices seeds_at_once sweep_random teacher_lr
-        teacher_ent_coef"""),
+        teacher_ent_coef num_processes process_id"""),
     "at least 1": (lambda v: v >= 1, """num_updates num_envs num_evals num_steps update_epochs seeds
         num_minibatches hidden_size s5_layers max_steps eval_episodes log_interval num_students
         checkpoint_interval buffer_size teacher_hidden_size teacher_filters"""),
@@ -787,8 +794,9 @@ ALLOWED = {
     "from 0 to 1": (lambda v: 0 <= v <= 1, """gamma gae_lambda replay_prob staleness_coef min_fill
         teacher_gamma teacher_gae_lambda"""),
 }  # fmt: skip
-# what may differ when a run is resumed
+# what may differ when a run is resumed; the processes are always as given anew
 FREE = "resume out checkpoint_interval archive_interval plot_interval devices seeds_at_once".split()
+PROCESSES = "distributed coordinator num_processes process_id".split()
 
 
 class BadConfig(ValueError):
@@ -864,28 +872,42 @@ def choose_devices(config, sizes):
     here = jax.devices()
     number = config.devices or math.gcd(len(here), *parts)
     demand(number <= len(here), config, "devices", f"at most {len(here)}, the devices here")
+    if jax.process_count() > 1:
+        number = config.devices or len(here)
+        demand(number == len(here), config, "devices", f"{number}, those of all processes")
     for part in parts:
         what = "the trainings at once" if config.shard == "seeds" else "num_envs"
         demand(part % number == 0, config, "devices", f"a divisor of {part}, {what}")
     return here[:number]
 
 
+def over_devices(function, devices, donate=()):
+    """jax.pmap, which is jit(shard_map), in a form that is compiled ahead and spans processes."""
+    sharding = on(devices)
+    take, put_back = partial(jax.tree.map, lambda x: x[0]), partial(jax.tree.map, lambda x: x[None])
+    part = lambda *args: put_back(function(*take(args)))
+    specs = dict(in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False)
+    mapped = jax.shard_map(part, mesh=sharding.mesh, **specs)
+    options = dict(in_shardings=sharding, out_shardings=sharding, donate_argnums=donate)
+    return jax.jit(mapped, **options)
+
+
 def make_programs(config, devices):
-    """init(rows), update(steps)(rows, state) and show(rows, state), pmapped and vmapped."""
+    """init(rows), update(steps)(rows, state) and show(rows, state), over devices and rows."""
     shards = len(devices) if config.shard == "levels" else 1
     swept = lambda row: {name: value for name, value in row.items() if name != "seed"}
     train = lambda row: make_train(replace(config, **swept(row)), shards)
     init = lambda row: train(row).init(jax.random.key(row["seed"]))
     axes = jax.tree.map(lambda _: 0, jax.eval_shape(init, make_rows(config)[0]))
     axes = axes.replace(step=None)  # not batched, so that lax.cond stays a branch
-    pmap = partial(jax.pmap, axis_name="shards", devices=devices)
 
     def update(steps):
         program = lambda row, state: train(row).update(state, steps)
-        return pmap(jax.vmap(program, (0, axes), (axes, 0)), donate_argnums=1)
+        return over_devices(jax.vmap(program, (0, axes), (axes, 0)), devices, donate=1)
 
     show = jax.vmap(lambda row, state: train(row).show(state), (0, axes))
-    return pmap(jax.vmap(init, out_axes=axes)), update, pmap(show)
+    init = jax.vmap(init, out_axes=axes)
+    return over_devices(init, devices), update, over_devices(show, devices)
 
 
 def deal(config, rows, num_devices):
@@ -896,24 +918,44 @@ def deal(config, rows, num_devices):
     return {name: x.reshape(num_devices, -1) for name, x in arrays.items()}
 
 
+def on(devices):
+    """The sharding of arrays [D, ...]: x[i] on device i."""
+    return NamedSharding(Mesh(devices, ("shards",)), PartitionSpec("shards"))
+
+
+def place(tree, devices):
+    """NumPy arrays [D, ...], the same in all processes, on the devices."""
+    put = lambda x: jax.make_array_from_callback(x.shape, on(devices), lambda i: x[i])
+    return jax.tree.map(put, tree)
+
+
+def gather(tree):
+    """NumPy arrays [D, ...] in each process; of a process's own array [...], all: [P, ...]."""
+    several = jax.process_count() > 1
+    return multihost_utils.process_allgather(tree, tiled=True) if several else jax.device_get(tree)
+
+
 def to_host(config, state):
     """A group's state as NumPy arrays [shards, rows, ...], as checkpoints hold it."""
     key_data = jax.random.key_data(state.rng)
-    state = jax.device_get(state.replace(rng=key_data, step=state.step[:, None]))
+    state = gather(state.replace(rng=key_data, step=state.step[:, None]))
     if config.shard == "seeds":
         state = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), state)
     return state.replace(step=state.step[0, 0])
 
 
-def to_devices(state, num_devices):
+def to_devices(state, devices):
     """The inverse: [shards, rows, ...] -> [D, R, ...]."""
-    state = state.replace(step=np.full((num_devices, 1), state.step))
-    state = jax.tree.map(lambda x: x.reshape(num_devices, -1, *x.shape[2:]), state)
-    return state.replace(step=state.step[:, 0], rng=jax.random.wrap_key_data(state.rng))
+    state = state.replace(step=np.full((len(devices), 1), state.step))
+    state = jax.tree.map(lambda x: x.reshape(len(devices), -1, *x.shape[2:]), state)
+    state = place(state.replace(step=state.step[:, 0]), devices)
+    return state.replace(rng=jax.random.wrap_key_data(state.rng))
 
 
 def write(path, data):
     """Replace a file as a whole: after a crash or on a full disk the old one is still there."""
+    if jax.process_index():
+        return
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -986,7 +1028,7 @@ def rank_sweep(folder, swept, table):
 
 def plot_levels(path, shown):
     """levels/update_<n>.png: the levels in training, of the run's first row."""
-    first, sections = jax.tree.map(lambda x: np.asarray(x)[0, 0], shown), {}
+    first, sections = jax.tree.map(lambda x: x[0, 0], shown), {}
     for title, (levels, captions) in first.items():
         lines = zip(*([f"{name} {x:.3g}" for x in values] for name, values in captions.items()))
         sections[title] = levels, ["\n".join(line) for line in lines] or None
@@ -1005,6 +1047,11 @@ def open_run(config):
     names = (Path(f"runs/{script.stem}-{i}") for i in count(1))
     folder = Path(config.out or next(name for name in names if not name.exists()))
     checkpoint = {"step": 0, "seconds": 0.0, "log_bytes": 0}
+    if config.resume and (folder / "checkpoint.msgpack").exists():
+        data = (folder / "checkpoint.msgpack").read_bytes()
+        checkpoint = serialization.msgpack_restore(data)
+    if jax.process_index():
+        return folder, checkpoint
     if not config.resume:
         fresh = not folder.exists() or folder.is_dir() and not any(folder.iterdir())
         demand(fresh, config, "out", "a new or empty folder; --resume goes on with a run")
@@ -1014,9 +1061,6 @@ def open_run(config):
             demand(False, config, "out", f"a folder that can be made ({error.strerror})")
         stored = {"script": script.name} | asdict(config)
         write(folder / "config.json", json.dumps(stored, indent=2).encode())
-    elif (folder / "checkpoint.msgpack").exists():
-        data = (folder / "checkpoint.msgpack").read_bytes()
-        checkpoint = serialization.msgpack_restore(data)
     if (folder / "logs.csv").exists():
         os.truncate(folder / "logs.csv", checkpoint["log_bytes"])
     return folder, checkpoint
@@ -1031,10 +1075,11 @@ def run(config):
     devices = choose_devices(config, [len(rows[group]) for group in groups])
     init, update, show = make_programs(config, devices)
     folder, checkpoint = open_run(config)
-    dealt = [deal(config, rows[group], len(devices)) for group in groups]
+    first = jax.process_index() == 0
+    dealt = [place(deal(config, rows[group], len(devices)), devices) for group in groups]
     park = fetch = lambda state: state
     if len(groups) > 1:  # groups take turns on the devices; those that wait are in host memory
-        park, fetch = partial(to_host, config), partial(to_devices, num_devices=len(devices))
+        park, fetch = partial(to_host, config), partial(to_devices, devices=devices)
     step, seconds = checkpoint["step"], checkpoint["seconds"]
     if step:
         shards = len(checkpoint["state"]["rng"])
@@ -1043,23 +1088,30 @@ def run(config):
         saved = jax.eval_shape(init, dealt[0])
         saved = serialization.from_state_dict(saved, checkpoint.pop("state"))
         part = lambda group: jax.tree.map(lambda x: x[:, group] if np.ndim(x) else x, saved)
-        states = [park(to_devices(part(group), len(devices))) for group in groups]
+        states = [park(to_devices(part(group), devices)) for group in groups]
     else:
         states = [park(init(group)) for group in dealt]
+
+    def say(line):
+        if first:
+            bar.write(line)
+            sys.stdout.flush()
 
     @cache
     def compiled(steps, shape):
         i = [group["seed"].shape for group in dealt].index(shape)
-        bar.write(f"compiling {steps} updates ...")
+        say(f"compiling {steps} updates ...")
         started = time.time()
         program = update(steps).lower(dealt[i], fetch(states[i])).compile()
-        bar.write(f"compiled in {time.time() - started:.1f} s")
+        say(f"compiled in {time.time() - started:.1f} s")
         return program
 
     def save(name):
+        parts = [to_host(config, fetch(state)) for state in states]
+        if not first:
+            return
         log.flush()
         os.fsync(log.fileno())
-        parts = [to_host(config, fetch(state)) for state in states]
         state = jax.tree.map(lambda *x: np.concatenate(x, 1) if x[0].ndim else x[0], *parts)
         data = {"step": step, "seconds": seconds, "log_bytes": log.tell()}
         data["rows"] = {str(i): row for i, row in enumerate(rows)}
@@ -1070,24 +1122,26 @@ def run(config):
         stop.append(number)
         signal.signal(number, signal.SIG_DFL)  # a second one ends at once
 
-    stop, shown = [], {}
+    stop, ended, shown = [], 0, {}
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, request_stop)
     kind = devices[0].device_kind
-    print(f"{folder}: {len(rows)} training(s) on {len(devices)} x {kind}", flush=True)
-    bar = tqdm(total=config.num_updates, initial=step, unit="update", dynamic_ncols=True)
-    with open(folder / "logs.csv", "a", newline="") as log, bar:
-        while step < config.num_updates and not stop:
+    bar = tqdm(initial=step, total=config.num_updates, unit="update", dynamic_ncols=True,
+               disable=not first)
+    say(f"{folder}: {len(rows)} training(s) on {len(devices)} x {kind}")
+    with open(folder / "logs.csv" if first else os.devnull, "a", newline="") as log, bar:
+        while step < config.num_updates and not ended:
             before, steps, chunks = step, min(config.log_interval, config.num_updates - step), []
             for i, group in enumerate(dealt):
                 program = compiled(steps, group["seed"].shape)
                 started = time.time()
                 state, chunk = jax.block_until_ready(program(group, fetch(states[i])))
                 seconds += time.time() - started
-                states[i], chunk = park(state), jax.device_get(chunk)
+                states[i], chunk = park(state), gather(chunk)
                 by_row = (lambda x: x[0]) if config.shard == "levels" else np.concatenate
                 chunks.append({name: by_row(x) for name, x in chunk.items()})
             step += steps
+            ended = int(gather(np.array([stop[0] if stop else 0])).max())  # by a signal to anyone
             chunk = {name: np.concatenate([part[name] for part in chunks]) for name in chunks[0]}
             table = list(log_rows(config, rows, chunk, step, seconds))
             writer = csv.DictWriter(log, table[0])
@@ -1102,23 +1156,24 @@ def run(config):
             bar.set_postfix(shown, refresh=False)
             bar.update(steps)
 
-            last = stop or step == config.num_updates
+            last = ended or step == config.num_updates
             due = lambda interval: interval and step // interval > before // interval
             if last or due(config.checkpoint_interval):
                 save("checkpoint.msgpack")
             if due(config.archive_interval):
                 save(f"checkpoint_{step}.msgpack")
             if last or due(config.plot_interval):
-                plot_curves(folder, swept)
-                picture = folder / "levels" / f"update_{step}.png"
-                plot_levels(picture, show(dealt[0], fetch(states[0])))
-    if stop:
-        print(f"stopped at update {step}; to go on: python {sys.argv[0]} --resume --out {folder}")
-        sys.exit(128 + stop[0])
-    if swept and step > checkpoint["step"]:
+                levels = gather(show(dealt[0], fetch(states[0])))
+                if first:
+                    plot_curves(folder, swept)
+                    plot_levels(folder / "levels" / f"update_{step}.png", levels)
+    if ended:
+        say(f"stopped at update {step}; to go on: python {sys.argv[0]} --resume --out {folder}")
+        sys.exit(128 + ended)
+    if first and swept and step > checkpoint["step"]:
         rank_sweep(folder, swept, table)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"done: {seconds:.0f} s of training, peak memory {peak:.1f} GiB on the host")
+    say(f"done: {seconds:.0f} s of training, peak memory {peak:.1f} GiB on the host")
 
 
 def parse(arguments):
@@ -1132,7 +1187,8 @@ def parse(arguments):
     stored = json.loads(path.read_text())
     name = Path(__file__).name
     demand(stored.pop("script") == name, config, "out", f"with --resume, a run of {name}")
-    stored = replace(Config(**stored), sweep=tuple(stored["sweep"]), out=config.out)
+    given = {name: getattr(config, name) for name in ("out", *PROCESSES)}
+    stored = replace(Config(**stored), sweep=tuple(stored["sweep"]), **given)
     append = () if config.sweep else stored.sweep  # given again, --sweep must be the same
     config = tyro.cli(Config, default=replace(stored, sweep=append), **options)
     for f in fields(Config):
@@ -1142,11 +1198,27 @@ def parse(arguments):
     return config
 
 
+def connect(config):
+    """With --distributed, join the other processes of the run."""
+    if not config.distributed:
+        demand(not config.coordinator, config, "coordinator", "empty without --distributed")
+        return
+    given = config.coordinator, config.num_processes, config.process_id
+    try:
+        given = given if config.coordinator else ()
+        jax.distributed.initialize(*given, heartbeat_timeout_seconds=30)
+    except (ValueError, RuntimeError) as error:
+        why = str(error).splitlines()[0]
+        demand(False, config, "distributed", f"a cluster that JAX knows, or --coordinator "
+               f"host:port --num-processes P --process-id 0 to P - 1 ({why})")
+
+
 def main():
     name = Path(__file__).name
     try:
         config = parse(sys.argv[1:])
         check(config)
+        connect(config)
         run(config)
     except BadConfig as error:
         print(f"{name}: error: {error}", file=sys.stderr)
@@ -1156,6 +1228,12 @@ def main():
         hint = "the last checkpoint is intact, --resume goes on from it"
         print(f"{name}: error: {error}; {hint}", file=sys.stderr)
         sys.exit(1)
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        why = str(error).splitlines()[0]
+        print(f"{name}: error: {why}; if another process ended, --resume all", file=sys.stderr)
+        os._exit(1)  # without waiting for the others
 
 
 if __name__ == "__main__":

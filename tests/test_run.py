@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -43,14 +44,14 @@ def tmp(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def launch(tmp):
-    """Start `python dr.py ...`, its output in files."""
+    """Start `python dr.py ...`, or another script."""
 
-    def launch(*args, devices=1, **options):
+    def launch(*args, devices=1, script="dr.py", **options):
         flags = f"--xla_force_host_platform_device_count={devices}"
         env = {"JAX_COMPILATION_CACHE_DIR": str(tmp / "cache")} | os.environ
         env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PLATFORMS": "cpu"}
         env |= {"XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0"}
-        command = [sys.executable, str(ROOT / "dr.py"), *map(str, args)]
+        command = [sys.executable, str(ROOT / script), *map(str, args)]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         return subprocess.Popen(command, env=env, **pipes, **{"cwd": tmp} | options)
 
@@ -550,6 +551,35 @@ def test_levels_over_four_devices(tmp, levels, train):
     assert_equal(again, levels)
 
 
+BUFFER = "--buffer-size 16 --min-fill 0.5 --replay-prob 0.5".split()
+
+
+@pytest.mark.parametrize("script, options", [
+    ("plr.py", BUFFER),
+    ("plr.py", [*BUFFER, "--parallel"]),
+    ("accel.py", BUFFER),
+    ("paired.py", "--teacher-hidden-size 16 --teacher-filters 4".split()),
+])
+def test_levels_of_every_script_over_devices(tmp, train, script, options):
+    """Each device has its own share of the buffer, and the same of everything else."""
+    folder = tmp / f"{script}{len(options)}"
+    args = [*SHORT, "--num-updates", 8, "--shard", "levels", *options, "--out", folder]
+    said = train(*args, devices=4, script=script)
+    assert "1 training(s) on 4 x cpu" in said
+    checkpoint, sizes = load(folder), []
+    for name, x in leaves(checkpoint).items():
+        if "buffer" in name:
+            sizes.append(x.shape[0] * x.shape[2])
+            assert x.shape[:3] == (4, 1, 4), name
+        else:
+            assert x.ndim == 0 or x.shape[:2] == (4, 1) and (x == x[:1]).all(), name
+    if script != "paired.py":
+        assert len(sizes) > 5 and set(sizes) == {16}
+        boards = checkpoint["state"]["buffer"]["level"]["wall_map"]
+        assert len({x.tobytes() for x in boards.reshape(16, -1)}) > 8, "shards hold the same levels"
+        assert int(table(folder)[-1]["grad_updates"]) > 0
+
+
 def test_levels_split_otherwise_are_another_run(tmp, levels, call):
     """The shards of a checkpoint are tied to the number of devices."""
     folder = rewind(levels, tmp / "levels_two", 8)
@@ -565,3 +595,61 @@ def test_levels_of_a_device_in_minibatches(tmp, call):
     status, _, err = call(*args, "--devices", 4, devices=4)
     assert status == 2 and err.splitlines()[-1].startswith("dr.py: error: num_minibatches = 2"), err
     assert not (tmp / "parts").exists()
+
+
+# --- processes
+
+
+def start_together(launch, *args, **options):
+    """Two processes of two devices each that make one run."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = "127.0.0.1:%d" % free.getsockname()[1]
+    args = [*args, "--distributed", "--coordinator", coordinator, "--num-processes", 2]
+    return [launch(*args, "--process-id", i, devices=2, **options) for i in range(2)]
+
+
+@pytest.mark.parametrize("options", ["--shard levels", "--seeds 8 --seeds-at-once 4"])
+def test_two_processes_equal_one(tmp, launch, levels, three, options):
+    folder = tmp / f"processes{len(options)}"
+    processes = start_together(launch, *SHORT, *options.split(), "--out", folder)
+    for status, _, err in map(finish, processes):
+        assert status == 0, err
+    rows, other = ([0], levels) if "levels" in options else ([0, 1, 2], three)
+    assert_close(folder, rows, other, rows)
+    written = {path.relative_to(folder) for path in contents(folder)}
+    assert written == {path.relative_to(other) for path in contents(other)}
+
+
+def test_one_of_two_processes_is_stopped_or_dies(tmp, launch, train):
+    """A signal to one stops both after the chunk; where one is killed, the other ends."""
+    folder = tmp / "torn"
+    args = [*LONG, "--num-updates", 6000, "--shard", "levels", "--out", folder]
+    one, other = start_together(launch, *args)
+    status, _, err = interrupt(other, folder, 10, signal.SIGTERM)
+    assert status == 128 + signal.SIGTERM, err
+    status, out, err = finish(one)
+    assert status == 128 + signal.SIGTERM and "stopped at update" in out, err
+    stopped = last_update(folder)
+    assert load(folder)["step"] == stopped >= 10
+
+    one, other = start_together(launch, "--resume", "--out", folder)
+    status, _, err = interrupt(other, folder, stopped + 40, signal.SIGKILL)
+    assert status == -signal.SIGKILL, err
+    status, _, err = finish(one)
+    # the connection breaks, or JAX, which misses the heartbeat, ends the process
+    assert status and ("--resume" in err.splitlines()[-1] or "another task died" in err), err
+    step = load(folder)["step"]
+    assert step >= stopped
+
+    process = launch("--resume", "--out", folder, devices=4)
+    status, _, err = interrupt(process, folder, last_update(folder) + 2, signal.SIGTERM)
+    assert status == 128 + signal.SIGTERM and load(folder)["step"] > step, err
+
+
+@pytest.mark.parametrize("args", ["", "--coordinator 127.0.0.1:1", "--coordinator 127.0.0.1:1 "
+                                  "--num-processes 2 --process-id 2"])
+def test_distributed_without_a_cluster(tmp, call, args):
+    status, _, err = call(*TINY, "--distributed", *args.split(), "--out", tmp / "nowhere")
+    assert status == 2 and "distributed = True: allowed is" in err.splitlines()[-1], err
+    assert not (tmp / "nowhere").exists()
