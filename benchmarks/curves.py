@@ -1,0 +1,59 @@
+"""Learning curves of several runs side by side, from their logs.csv: mean and range over seeds.
+
+    python benchmarks/curves.py runs/dr-1 runs/plr-1 --columns train_solve_rate eval_solve_rate
+    python benchmarks/curves.py runs/accel-1 --columns buffer_walls_weighted replay_path_length
+
+`--table` also prints the mean of the last rows of each run, averaged over `--last` log steps.
+"""
+
+import argparse
+import csv
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+
+def read(folder, x, column):
+    """x [n] and the column's values [n, seeds] where it was logged."""
+    points = {}
+    with open(Path(folder) / "logs.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            if row.get(column):
+                points.setdefault(float(row[x]), []).append(float(row[column]))
+    full = max(map(len, points.values()), default=0)  # a seed may have nothing to log
+    points = {at: values for at, values in points.items() if len(values) == full}
+    return np.array(list(points)), np.array(list(points.values()))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", help="run folders; NAME=FOLDER names one in the legend")
+    parser.add_argument("--columns", nargs="+", default=["train_solve_rate", "eval_solve_rate"])
+    parser.add_argument("--x", default="env_steps", choices=["env_steps", "grad_updates", "update"])
+    parser.add_argument("--last", type=int, default=5)
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--out", default="curves.png")
+    options = parser.parse_args()
+    figure = Figure(figsize=(4.6 * len(options.columns), 3.4), layout="constrained")
+    axes = figure.subplots(1, len(options.columns), squeeze=False)[0]
+    for axis, column in zip(axes, options.columns):
+        for i, run in enumerate(options.runs):
+            name, _, folder = run.rpartition("=")
+            x, values = read(folder, options.x, column)
+            if not len(x):
+                continue
+            axis.plot(x, values.mean(1), color=f"C{i}", label=name or Path(folder).name)
+            axis.fill_between(x, values.min(1), values.max(1), color=f"C{i}", alpha=0.2, lw=0)
+            if options.table:
+                last = values[-options.last :].mean(0)
+                each = " ".join(f"{value:.3f}" for value in last)
+                print(f"{name or folder}\t{column}\t{last.mean():.3f}\tof {each}")
+        axis.set(title=column.replace("_", " "), xlabel=options.x.replace("_", " "))
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize="small")
+    figure.savefig(options.out, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

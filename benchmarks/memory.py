@@ -1,0 +1,48 @@
+"""Device memory of a training, per seed: its state, and what an update needs besides.
+
+    python benchmarks/memory.py
+    python benchmarks/memory.py --scripts plr --options '{"rnn": "s5"}'
+
+Both are XLA's own account (`memory_analysis`) of the compiled update, for two and for four vmapped
+seeds; a seed's share is half of the difference. On a CPU, where seeds take turns, it is compiled as
+a GPU would run it: all seeds at once. An evaluation is part of the update.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def bytes_of(script, seeds, options):
+    """State and temporary bytes of an update of so many vmapped seeds."""
+    module = importlib.import_module(script)
+    config = replace(module.Config(**options), seeds=seeds)
+    init, update, _ = module.make_programs(config, jax.devices()[:1])
+    rows = module.deal(config, module.make_rows(config), 1)
+    memory = update(1).lower(rows, jax.eval_shape(init, rows)).compile().memory_analysis()
+    return memory.argument_size_in_bytes, memory.temp_size_in_bytes
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scripts", nargs="+", default=["dr", "plr", "accel", "paired"])
+    parser.add_argument("--options", type=json.loads, default={}, help="fields of Config, as JSON")
+    options = parser.parse_args()
+    jax.default_backend = lambda: "any with its seeds at once"
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {options.options}\n")
+    print("| MiB a seed | state | besides, in an update |\n|---|---|---|")
+    for script in options.scripts:
+        two, four = (bytes_of(script, seeds, options.options) for seeds in (2, 4))
+        state, besides = ((b - a) / 2 / 2**20 for a, b in zip(two, four))
+        print(f"| `{script}.py` | {state:.1f} | {besides:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
