@@ -753,7 +753,7 @@ def make_train(config, shards=1):
 
     def show(state):
         """Levels that the next update may start with, and the buffer's most probable."""
-        rng_levels = jax.random.split(jax.random.fold_in(state.rng, state.step), 4)[0]
+        rng_levels = jax.random.split(jax.random.fold_in(state.rng, state.step), 5)[0]
         rng_fresh, rng_choice = jax.random.split(rng_levels)
         path = lambda levels: {"path": jax.vmap(amaze.solve)(levels).path_length}
         weight = replay_probabilities(state.buffer, state.step, *strength)
