@@ -600,7 +600,7 @@ def test_swept_floats_equal_constants():
 
 SHARDED = """
 import jax, numpy as np, optax
-import test_dr, dr, amaze
+import test_dr, dr, paired, amaze
 from dataclasses import replace
 from test_dr import SEED, SMALL, close, inner, random_inputs, start
 
@@ -614,20 +614,22 @@ numbers = action, draw(*shape) - 2, draw(*shape), draw(*shape), done
 batch, last_value = dr.Transition(obs, is_first, *numbers), draw(8)
 student = start(config).student
 
-def step(shards, *data):
-    learn = inner(dr.make_train(config, shards).update, "cycle", "learn")
-    student_, metrics = learn(config, SEED, student, 1e-2, *data)
+def step(shards, module, name, *data):
+    train = module.make_train(module.Config(**vars(config)), shards)
+    learn = inner(train.update, "cycle", name)
+    student_, metrics = learn(config, SEED, module.Agent(*student), 1e-2, *data)
     gradient = optax.tree_utils.tree_get(student_.opt_state, "mu")
     return gradient, student_.params, metrics
 
-alone = jax.jit(lambda *data: step(1, *data))(batch, last_value)
 split = lambda x: np.moveaxis(x.reshape(*x.shape[:-1], 4, 2), -2, 0)
 parts = jax.tree.map(lambda x: np.stack(np.split(x, 4, 1)), batch), last_value.reshape(4, 2)
-shared = jax.pmap(lambda *data: step(4, *data), axis_name="shards")(*parts)
-assert max(np.abs(x).max() for x in jax.tree.leaves(alone[0])) > 1e-3
-for device in range(4):
-    part = jax.tree.map(lambda x: x[device], shared)
-    assert close(part[0], alone[0], 1e-5) and close(part[2], alone[2])
+for which in ((dr, "learn"), (paired, "learn_student")):
+    alone = jax.jit(lambda *data: step(1, *which, *data))(batch, last_value)
+    shared = jax.pmap(lambda *data: step(4, *which, *data), axis_name="shards")(*parts)
+    assert max(np.abs(x).max() for x in jax.tree.leaves(alone[0])) > 1e-3
+    for device in range(4):
+        part = jax.tree.map(lambda x: x[device], shared)
+        assert close(part[0], alone[0], 1e-5) and close(part[2], alone[2])
 
 config = replace(config, update_epochs=2, max_grad_norm=0.5)
 init, update, show = dr.make_programs(config, jax.devices())
