@@ -1,0 +1,204 @@
+"""This project, measured as the others are, and the bare network that training is compared with.
+
+A program is (name, function that runs it, notes); notes are numbers for the table."""
+
+import importlib
+import time
+from dataclasses import replace
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import amaze
+from s5 import S5
+
+QUEUE = 4  # levels drawn per environment for a run with new levels
+
+
+def compiled(function, *args):
+    start = time.perf_counter()
+    program = jax.jit(function).lower(*args).compile()
+    return program, {"compile": time.perf_counter() - start}
+
+
+def environment(mode, number):
+    """`given`, begin(given) -> obs, state, and step(state, action) -> obs, state, reward."""
+
+    def step(state, action):
+        obs, state, reward, _ = jax.vmap(amaze.step_and_reset)(state, action)
+        return obs, state, reward
+
+    sample = lambda rng: jax.vmap(amaze.sample_level)(jax.random.split(rng, QUEUE))
+    rngs, begin = jax.random.split(jax.random.key(0), number), jax.vmap(amaze.reset)
+    if mode == "new":  # the drawing of the levels is part of the run
+        return rngs, lambda rngs: begin(jax.vmap(sample)(rngs)), step
+    return jax.jit(jax.vmap(amaze.sample_level))(rngs), begin, step
+
+
+def levels():
+    rngs = jax.random.split(jax.random.key(0), 2048)
+    sample, solve = jax.jit(jax.vmap(amaze.sample_level)), jax.jit(jax.vmap(amaze.solve))
+    edit = jax.jit(jax.vmap(lambda rng, level: amaze.edit_level(rng, level, 20)))
+    drawn = sample(rngs)
+    few = jax.tree.map(lambda x: x[:32], drawn)
+    yield "sample_level, 2048 levels", partial(sample, rngs), {}
+    yield "edit_level by 20 edits, 32 levels", partial(edit, rngs[:32], few), {}
+    yield "solve, 32 levels", partial(solve, few), {}
+    yield "solve, 2048 levels", partial(solve, drawn), {}
+
+
+# --- the bare network
+
+
+class ResetCell(nn.Module):
+    core: str
+
+    @nn.compact
+    def __call__(self, carry, inputs):
+        x, is_first = inputs
+        carry = jax.tree.map(lambda c: jnp.where(is_first[:, None], 0.0, c), carry)
+        return {"lstm": nn.OptimizedLSTMCell, "gru": nn.GRUCell}[self.core](256)(carry, x)
+
+
+class Bare(nn.Module):
+    """A student or teacher in the plainest flax; S5, which flax lacks, is s5.py's."""
+
+    core: str
+    filters: int
+    embedding: tuple
+    actions: int
+
+    @nn.compact
+    def __call__(self, image, number, noise, is_first):  # [T, N, ...]
+        x = nn.relu(nn.Conv(self.filters, (3, 3), padding="VALID")(image / 10.0))
+        x = [x.reshape(*is_first.shape, -1), nn.Embed(*self.embedding)(number), noise]
+        x, carry = jnp.concatenate(x, axis=-1), jnp.zeros((is_first.shape[1], 256))
+        if self.core == "s5":
+            x = S5()(S5().initial_carry(len(carry)), x, is_first)[1]
+        else:
+            scan = nn.scan(ResetCell, variable_broadcast="params", split_rngs={"params": False})
+            x = scan(self.core)((carry, carry) if self.core == "lstm" else carry, (x, is_first))[1]
+        heads = [nn.Dense(n)(jnp.tanh(nn.Dense(32)(x))) for n in (self.actions, 1)]
+        return sum((head**2).mean() for head in heads)
+
+
+def bare(script, core, seeds=1):
+    """What an update of `script` cannot do without: forward() and gradient(), by autodiff, of its
+    networks over all their steps at once. Several seeds are vmapped, as in a vmapped training."""
+    student = Bare(core, 16, (4, 5), 7), (256, 32), 5, 0
+    teacher = Bare(core, 128, (62, 10), 169), (62, 32), 15, 50
+    passes = []
+    agents = [student, student, teacher] if script == "paired" else [student]
+    for network, shape, size, noise in agents:
+        image = jax.random.randint(jax.random.key(0), (*shape, size, size, 3), 0, 9)
+        image = image.astype(jnp.uint8)
+        data = image, jnp.zeros(shape, int), jnp.zeros((*shape, noise)), jnp.zeros(shape, bool)
+        params = jax.jit(network.init)(jax.random.key(0), *(x[:1] for x in data))
+        forward, gradient = network.apply, jax.grad(network.apply)
+        if seeds > 1:
+            params, data = jax.tree.map(lambda x: jnp.stack([x] * seeds), (params, data))
+            forward, gradient = jax.vmap(forward), jax.vmap(gradient)
+        passes.append([partial(jax.jit(f), params, *data) for f in (forward, gradient)])
+    title, notes = f"{seeds} vmapped bare" if seeds > 1 else "bare", {"seeds": seeds}
+    yield f"{title} forward", lambda: [forward() for forward, _ in passes], notes
+    yield f"{title} gradient", lambda: [gradient() for _, gradient in passes], notes
+
+
+# --- training
+
+
+def trainings(script, core, seeds, **fields):
+    """Vmapped trainings on a warm buffer: update(steps)(state, floats), and the state."""
+    module = importlib.import_module(script)
+    config = replace(module.Config(rnn=core), **fields)
+    init, rngs = module.make_train(config).init, jax.random.split(jax.random.key(0), seeds)
+    axes = jax.tree.map(lambda _: 0, jax.eval_shape(init, rngs[0])).replace(step=None)
+    state = jax.jit(jax.vmap(init, out_axes=axes))(rngs)
+    if hasattr(state, "buffer"):
+        rngs = jax.random.split(jax.random.key(1), config.buffer_size)
+        level = jax.jit(jax.vmap(amaze.sample_level))(rngs)
+        full = state.buffer._replace(level=level, code=jax.vmap(amaze.level_code)(level),
+                                     filled=True, score=jnp.linspace(0, 1, len(rngs)))
+        spread = lambda x, y: jnp.array(jnp.broadcast_to(x, y.shape), y.dtype)
+        full = jax.tree.map(spread, full, state.buffer)
+        state = state.replace(buffer=full, step=state.step + len(rngs))
+
+    def update(steps):
+        def program(state, floats):
+            train = module.make_train(replace(config, **floats))
+            return jax.vmap(lambda state: train.update(state, steps), (axes,), (axes, 0))(state)
+
+        return jax.jit(program, donate_argnums=0)
+
+    return update, state
+
+
+def training(script, cycle, core, seeds):
+    """run(): an update of that cycle. Replaying and fresh cycles are one program."""
+    key = script, cycle == "--parallel", core, seeds
+    if key not in made:
+        parallel = {"parallel": True} if cycle == "--parallel" else {}
+        update, state = trainings(script, core, seeds, eval_interval=0, **parallel)
+        made[key] = [update(1), state]
+    floats = {"replay cycle": {"replay_prob": 1.0}, "fresh cycle": {"replay_prob": 0.0}}
+
+    def run():
+        made[key][1], metrics = made[key][0](made[key][1], floats.get(cycle, {}))
+        return metrics
+
+    return run
+
+
+made = {}  # programs and states
+
+
+def compilation(script, core, seeds):
+    """As the command line compiles: a loop of updates, with the evaluation on test mazes."""
+    update, state = trainings(script, core, seeds, num_updates=10**6)
+    start = time.perf_counter()
+    program = update(2).lower(state, {}).compile()
+    notes = {"compile": time.perf_counter() - start}
+    yield f"{script} --rnn {core}, {seeds} seed(s)", lambda: program(state, {})[1], notes
+
+
+def cores(sizes):
+    """Learning pass and acting of the cores: T = 256, 149 inputs, 256 units."""
+    from dr import make_core
+
+    for number in sizes:
+        for rnn in ("lstm", "gru", "s5"):
+            core = make_core(rnn, 256, 2, "after")
+            keys = jax.random.split(jax.random.key(0), 3)
+            xs = jax.random.normal(keys[0], (256, number, 149))
+            is_first = jax.random.bernoulli(keys[1], 0.02, (256, number))
+            carry = core.initial_carry(number)
+            params = jax.jit(core.init)(keys[2], carry, xs[:1], is_first[:1])
+            weight = jnp.cos(jnp.arange(256) ** 2.0)  # a plain mean of a LayerNorm has no gradient
+            apply = core.apply
+            loss = lambda params, *args: (apply(params, *args)[1] * weight).mean()
+
+            def act(params, carry, *inputs):  # T times one step, as in a rollout
+                step = lambda carry, x: apply(params, carry, *jax.tree.map(lambda x: x[None], x))
+                return jax.lax.scan(step, carry, inputs)
+
+            for name, function in (("learn", jax.grad(loss)), ("act", act)):
+                program, notes = compiled(function, params, carry, xs, is_first)
+                run = partial(program, params, carry, xs, is_first)
+                yield f"{rnn}: {name}, N = {number}", run, notes
+
+
+def evaluation(episodes):
+    """evaluate.play as a whole, compilation included, by an agent that has learned nothing."""
+    import dr
+    import evaluate
+
+    train, rngs = dr.make_train(dr.Config()), jax.random.split(jax.random.key(0), 1)
+    names = amaze.SUITES["dcd"]
+    drawn = evaluate.draw(names, episodes, 0)
+    mazes = [evaluate.Maze(name, drawn[name], *amaze.TEST_MAZES[name][1:]) for name in names]
+    params = jax.jit(jax.vmap(train.init))(rngs).student.params
+    agents = train.act, train.initial_carry, params, rngs
+    run = lambda: list(evaluate.play(*agents, mazes, episodes))
+    yield f"dcd, {len(names)} mazes x {episodes}", run, {"episodes": len(names) * episodes}

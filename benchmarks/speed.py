@@ -1,0 +1,387 @@
+"""How fast it is: stepping, training, compiling, evaluating; alone or beside other libraries.
+
+    python benchmarks/speed.py                               # on two CPU cores about 15 minutes
+    python benchmarks/speed.py --only train --scripts dr plr --peers
+    python benchmarks/speed.py --only env --sizes 2048 --rounds 9
+    python benchmarks/speed.py --only                        # only draws speed.md and speed.png
+
+speed.json holds every measurement, speed.md the tables, speed.png a picture. A run replaces the
+entries of what it measures again and keeps the others. The method, and the targets: README.md.
+
+Processes take turns: each compiles its programs, runs each once, then runs one when asked. A turn
+lasts 0.2 s or one run, whichever is longer, and gives its median; a round is a turn of everything.
+Ratios are within a round; what is shown is the median over rounds.
+"""
+
+import argparse
+import datetime
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+HERE = Path(__file__).resolve().parent
+SCRIPTS, SECTIONS = ("dr", "plr", "accel"), ("env", "train", "paired", "compile", "evaluate", "rnn")
+JAX = f"jax=={importlib.metadata.version('jax')}"  # one JAX for all
+PEERS = {  # name: what pip installs, call by call
+    "jaxued": [[JAX, "jaxued==0.0.1", "six"]],
+    "minimax": [  # its metadata asks for an older NumPy, on which a current JAX does not run
+        [JAX, "flax", "optax", "chex", "pandas", "wandb", "GitPython", "ipython", "tqdm",
+         "tfp-nightly"],
+        ["--no-deps", "minimax-lib==0.2.0"],
+    ],
+    "navix": [[JAX, "navix==0.7.4"]],
+    "xminigrid": [[JAX, "xminigrid==0.9.3"]],
+}
+BARE = "bare network: forward + 5 gradients"
+
+
+# --- a worker: one process, one library
+
+
+def env_programs(library, driver, sizes):
+    """Random actions, drawn beforehand, on N levels; the carry holds every observation."""
+    import jax
+    import jax.numpy as jnp
+
+    def roll(begin, step, given, actions):
+        def act(carry, action):
+            obs, state, total = carry
+            obs, state, reward = step(state, action)
+            return (obs, state, total + reward), None
+
+        carry = *begin(given), jnp.zeros(actions.shape[1])
+        (obs, _, total), _ = jax.lax.scan(act, carry, actions)
+        return obs, total
+
+    steps = getattr(driver, "STEPS", 256)
+    sizes += [2**14, 2**17] if jax.default_backend() == "gpu" else []
+    for mode in ("restart", "new level"):
+        for number in sizes:
+            if made := driver.environment(mode.split()[0], number):
+                given, *parts = made
+                actions = jax.random.randint(jax.random.key(1), (steps, number), 0, 7)
+                run = partial(jax.jit(partial(roll, *parts)), given, actions)
+                yield f"{mode}, N = {number}", run, {"env_steps": steps * number}
+    if library == "ours":
+        yield from driver.levels()
+
+
+def train_programs(library, driver, script, core, seeds):
+    """An update of each kind, for each number of seeds; for our part also the bare network."""
+    if library == "ours":
+        yield from driver.bare(script, core)
+        if script == "dr" and max(seeds) > 1:
+            yield from driver.bare(script, core, max(seeds))
+    rollouts = {"": 2 if script == "paired" else 1}
+    if script in ("plr", "accel"):
+        edits = script == "accel"
+        rollouts = {"replay cycle": 1 + edits, "fresh cycle": 1, "--parallel": 2 + edits}
+    for number in seeds:
+        for cycle, many in rollouts.items():
+            given = {"seeds": number} if library == "ours" else {}
+            given |= {"track_env_metrics": False} if "no level metrics" in library else {}
+            name = " ".join([script, *cycle.split(), f"--rnn {core}, {number} seed(s)"])
+            notes = {"seeds": number, "env_steps": many * number * 256 * 32}
+            yield name, driver.training(script, cycle, core, **given), notes
+
+
+def work(library, section, settings):
+    """Compile, run each program once, say so; then run what standard input asks for."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints goes elsewhere
+    sys.path.insert(0, str(HERE.parent))
+    import jax
+
+    driver = importlib.import_module(f"peers.{library.split(',')[0]}")
+    if section in ("env", "train", "paired"):
+        make = {"env": env_programs}.get(section, train_programs)
+        programs = make(library, driver, **settings)
+    else:
+        make = {"compile": "compilation", "evaluate": "evaluation", "rnn": "cores"}[section]
+        programs = getattr(driver, make)(**settings)
+    ready, hello = {}, {}
+    for name, run, notes in programs:
+        ready[name] = run
+        jax.block_until_ready(run())
+        device = jax.devices()[0]
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = (device.memory_stats() or {}).get("peak_bytes_in_use", host)
+        hello[name] = notes | {"memory": peak / 2**30}
+    versions = f"jax {jax.__version__} on {device.device_kind}"
+    print(json.dumps([hello, versions]), file=answers, flush=True)
+    for line in sys.stdin:
+        seconds = []
+        while sum(seconds) < 0.2:
+            start = time.perf_counter()
+            jax.block_until_ready(ready[line.strip()]())
+            seconds.append(time.perf_counter() - start)
+        print(json.dumps(median(seconds)), file=answers, flush=True)
+
+
+class Worker:
+    """Such a process, from outside."""
+
+    def __init__(self, library, python, section, settings):
+        self.library, self.errors = library, tempfile.TemporaryFile("w+")
+        command = [python, __file__, "--worker", library, section, json.dumps(settings)]
+        environment = dict(os.environ)
+        if section in ("compile", "rnn"):  # which time it
+            environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)
+        self.process = subprocess.Popen(command, text=True, env=environment, **pipes)
+
+    def ask(self, line=None):
+        if line:
+            print(line, file=self.process.stdin, flush=True)
+        if answer := self.process.stdout.readline():
+            return json.loads(answer)
+        self.errors.seek(0)
+        raise RuntimeError(([""] + self.errors.read().split("\n"))[-2][:150] or "no answer")
+
+
+# --- taking turns
+
+
+def install(name, folder):
+    """The Python of a peer's virtual environment, which is made if it is not there."""
+    venv, wanted = Path(folder).expanduser() / name, json.dumps(PEERS[name])
+    python, done = venv / "bin" / "python", venv / "installed.json"
+    if not done.exists() or done.read_text() != wanted:
+        print(f"installing {name} in {venv}", file=sys.stderr)
+        commands = [[shutil.which("python3.11") or sys.executable, "-m", "venv", "--clear", venv]]
+        commands += [[python, "-m", "pip", "install", "--quiet", *names] for names in PEERS[name]]
+        for command in commands:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+            if ended.returncode:
+                errors = [line for line in ended.stderr.splitlines() if "rror" in line]
+                raise RuntimeError(f"not installed: {(errors or ['failed'])[-1][:150]}")
+        done.write_text(wanted)
+    return python
+
+
+def measure(section, settings, rounds, peers, folder):
+    """The rows of all libraries, with the seconds of every round, and their versions."""
+    rows, workers, versions = {}, [Worker("ours", sys.executable, section, settings)], {}
+    failed = lambda peer, e: {"library": peer, "name": "not measured", "why": str(e)}
+    for peer in peers:
+        one = {"seeds": [1]} if "seeds" in settings else {}
+        try:
+            python = install(peer.split(",")[0], folder)
+            workers.append(Worker(peer, python, section, settings | one))
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+            rows[peer] = failed(peer, error)
+    for worker in list(workers):
+        try:
+            hello, versions[worker.library] = worker.ask()
+            for name, notes in hello.items():
+                rows[name, worker.library] = {"library": worker.library, "name": name} | notes
+        except RuntimeError as error:
+            if worker.library == "ours":
+                raise
+            rows[worker.library] = failed(worker.library, error)
+            workers.remove(worker)
+    names = list(dict.fromkeys(row["name"] for row in rows.values()))
+    for _ in range(rounds):
+        for name in names:
+            for worker in workers:
+                if row := rows.get((name, worker.library)):
+                    row.setdefault("seconds", []).append(worker.ask(name))
+    for worker in workers:
+        worker.process.stdin.close()
+        worker.process.wait()
+    return sorted(rows.values(), key=lambda row: names.index(row["name"])), versions
+
+
+def groups(options):
+    """What is measured together: (section, title, settings, peers)."""
+    cases = [(script, core) for script in options.scripts for core in options.cores]
+    seeds = {case: options.seeds[:1] for case in cases} | {cases[0]: options.seeds}
+    for section in options.only:
+        if section == "env":
+            yield section, "", {"sizes": options.sizes}, list(PEERS)
+        elif section in ("train", "paired"):
+            for script, core in cases if section == "train" else [("paired", options.cores[0])]:
+                settings = {"script": script, "core": core, "seeds": seeds.get((script, core), [1])}
+                yield section, f"{script} {core}", settings, options.training_peers
+        elif section == "compile":
+            for script, core in [*cases, ("paired", options.cores[0])]:
+                for number in seeds.get((script, core), [1]):
+                    settings = {"script": script, "core": core, "seeds": number}
+                    yield section, f"{script} {core} {number}", settings, []
+        else:
+            episodes = {"episodes": options.episodes}
+            yield section, "", episodes if section == "evaluate" else {"sizes": [32, 1024]}, []
+
+
+# --- what is shown
+
+
+def derive(rows):
+    """Of training: bare network = forward + 5 gradients; half of each = mean of two cycles."""
+    find = {(row["name"], row["library"]): row for row in rows}
+    combined = []
+    for (name, library), row in find.items():
+        if name.endswith("bare forward"):
+            other = find[name.replace("forward", "gradient"), library]
+            name, weights = name.replace("bare forward", BARE), (1, 5)
+        elif "replay cycle" in name:
+            combined.append(row)
+            other = find[name.replace("replay", "fresh"), library]
+            name, weights = name.replace("replay cycle", "half of each"), (0.5, 0.5)
+        else:
+            combined += [] if name.endswith("bare gradient") else [row]
+            continue
+        mix = lambda x, y: weights[0] * x + weights[1] * y
+        new = row | {"name": name, "seconds": list(map(mix, row["seconds"], other["seconds"]))}
+        if "env_steps" in row:
+            new["env_steps"] = mix(row["env_steps"], other["env_steps"])
+        combined.append(new)
+    return combined
+
+
+def summarise(section, rows):
+    """Adds to each row what is `shown` of it: column -> text."""
+    rows = derive(rows) if section in ("train", "paired") else rows
+    find = {(row["name"], row["library"]): row for row in rows}
+    for row in rows:
+        shown, seeds = row.setdefault("shown", {}), row.get("seeds", 1)
+        if "seconds" in row:
+            seconds = row["seconds"]
+            ms = 1e3 * median(seconds) / seeds
+            shown["ms" + " a seed" * ("seeds" in row)] = f"{ms:.0f}" if ms > 100 else f"{ms:.3g}"
+            if "env_steps" in row:
+                shown["env steps/s"] = f"{row['env_steps'] / median(seconds):,.0f}"
+            if "episodes" in row:
+                shown["episodes/s"] = f"{row['episodes'] / median(seconds):,.0f}"
+            if (BARE, "ours") in find:
+                bare = find[BARE, "ours"]["seconds"]
+                row["bare"] = median(x / seeds / y for x, y in zip(seconds, bare))
+                shown["x bare network"] = f"{row['bare']:.2f}"
+            ours = find.get((row["name"], "ours"), row)
+            if ours is not row:
+                work = row["env_steps"] / ours["env_steps"]
+                row["speedup"] = median(x / y / work for x, y in zip(seconds, ours["seconds"]))
+                shown["ours is faster by"] = f"{row['speedup']:.2f}"
+        if "compile" in row:
+            shown["compile, s"] = f"{row['compile']:.1f}"
+        if section == "compile":
+            shown["peak memory, GiB"] = f"{row['memory']:.2f}"
+        if "why" in row:
+            shown["note"] = row["why"]
+    return rows
+
+
+def tables(data):
+    """speed.md: a table for each section, of all its entries."""
+    text = ["# Speed\n\nMade by `python benchmarks/speed.py`. What is what: README.md."]
+    for section in SECTIONS:
+        entries = [entry for key, entry in data.items() if key.split()[0] == section]
+        rows = [row for entry in entries for row in entry["rows"]]
+        if not rows:
+            continue
+        columns = list(dict.fromkeys(column for row in rows for column in row["shown"]))
+        lines = [["library", section, *columns], ["---"] * (len(columns) + 2)]
+        for row in rows:
+            name = row["library"].replace("ours", "**this project**")
+            lines.append([name, row["name"], *(row["shown"].get(c, "") for c in columns)])
+        text += [f"\n## {section}\n", *("| " + " | ".join(line) + " |" for line in lines), ""]
+        facts = lambda x: f"`{x['command']}`, {x['date']}, {x['machine']}, {x['versions']['ours']}"
+        text.append("; ".join(dict.fromkeys(map(facts, entries))))
+    return "\n".join(text) + "\n"
+
+
+def picture(data, path):
+    """speed.png: this project beside the others."""
+    from matplotlib.figure import Figure
+
+    rows = lambda *sections: [row for key, entry in data.items() if key.split()[0] in sections
+                              for row in entry["rows"] if "seconds" in row]
+    env = [row for row in rows("env") if row["name"].endswith("N = 2048")]
+    train = [row for row in rows("train", "paired") if ", 1 seed" in row["name"]]
+    beside = {row["name"] for row in train if row["library"] != "ours"}
+    train = [row for row in train if row["name"] in beside and "half" not in row["name"]]
+    rate = lambda row: row["env_steps"] / median(row["seconds"]) / 1e6
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    cost = lambda row: row["bare"]
+    panels = [("million env steps a second, N = 2048 (more is better)", "log", env, rate),
+              ("time of an update, x the bare network (less is better)", "linear", train, cost)]
+    libraries = ["ours", *PEERS, "minimax, no level metrics"]
+    for axis, (title, scale, rows, value) in zip(figure.subplots(1, 2), panels):
+        names = list(dict.fromkeys(row["name"] for row in rows))[::-1]
+        found = {row["library"] for row in rows}
+        present = [library for library in libraries if library in found]
+        for i, library in enumerate(present):
+            some = [row for row in rows if row["library"] == library]
+            at = [names.index(row["name"]) + 0.4 - 0.8 * (i + 0.5) / len(present) for row in some]
+            label = library.replace("ours", "this project")
+            bars = axis.barh(at, list(map(value, some)), 0.75 / len(present), label=label,
+                             color=f"C{libraries.index(library)}")
+            axis.bar_label(bars, fmt="%.3g", fontsize=8, padding=2)
+        axis.set(yticks=range(len(names)), xscale=scale if rows else "linear",
+                 yticklabels=[name.removesuffix(", 1 seed(s)") for name in names])
+        axis.set_title(title, fontsize=10)
+        axis.margins(x=0.15)
+        if rows:
+            axis.legend(fontsize=8)
+    figure.savefig(path, dpi=100)
+
+
+def main():
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=SECTIONS, metavar="SECTION",
+                        help=", ".join(SECTIONS))
+    parser.add_argument("--peers", action="store_true", help="beside other libraries")
+    parser.add_argument("--peer-folder", default="~/.cache/ued-speed-peers", help="for their venvs")
+    parser.add_argument("--training-peers", nargs="+", metavar="PEER",
+                        default=["minimax", "minimax, no level metrics"], help="which of these two")
+    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=SCRIPTS)
+    parser.add_argument("--cores", nargs="+", default=["lstm", "s5"], help="lstm gru s5")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 8],
+                        help="all for the first script and core, for others only the first")
+    parser.add_argument("--sizes", nargs="+", type=int, default=[32, 256, 2048], help="N of env")
+    parser.add_argument("--episodes", type=int, default=50, help="of each maze of evaluate")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of speed.json, .md and .png")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        library, section, settings = options.worker
+        return work(library, section, json.loads(settings))
+
+    store = options.out / "speed.json"
+    data = json.loads(store.read_text()) if store.exists() else {}
+    words = sys.argv[1:]
+    for place in {"--peer-folder", "--out"} & set(words):  # of this machine
+        del words[words.index(place) : words.index(place) + 2]
+    entry = {
+        "command": " ".join(["python benchmarks/speed.py", *words]),
+        "date": str(datetime.date.today()),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
+    }
+    for section, title, settings, peers in groups(options):
+        rounds = 0 if section == "compile" else options.rounds
+        peers = peers if options.peers else []
+        rows, versions = measure(section, settings, rounds, peers, options.peer_folder)
+        rows = summarise(section, rows)
+        data[f"{section} {title}".strip()] = entry | {"versions": versions, "rows": rows}
+        for row in rows:
+            print(section, row["library"], row["name"], row["shown"], sep=" | ", flush=True)
+        store.write_text(json.dumps(data, indent=1) + "\n")
+    (options.out / "speed.md").write_text(tables(data))
+    picture(data, options.out / "speed.png")
+
+
+if __name__ == "__main__":
+    main()
