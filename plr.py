@@ -725,7 +725,7 @@ def make_train(config, shards=1):
 
 # --- command line
 # The same in each file. A run is a list of rows: a seed and its swept values. Rows form groups:
-# what fits at once. A group is one program, mapped over D devices, vmapped over R rows: [D, R, ...].
+# what fits at once. A group is one program, mapped over devices, vmapped over rows: [D, R, ...].
 # Several processes (--distributed) all do the same; only the first, 0, writes.
 
 ALLOWED = {
