@@ -721,7 +721,8 @@ def choose_devices(config, sizes):
     demand(number <= len(here), config, "devices", f"at most {len(here)}, the devices here")
     if jax.process_count() > 1:
         number = config.devices or len(here)
-        demand(number == len(here), config, "devices", f"{number}, those of all processes")
+        allowed = f"0 or {len(here)}, the devices of all processes"
+        demand(number == len(here), config, "devices", allowed)
     for part in parts:
         what = "the trainings at once" if config.shard == "seeds" else "num_envs"
         demand(part % number == 0, config, "devices", f"a divisor of {part}, {what}")
@@ -1061,26 +1062,26 @@ def connect(config):
 
 
 def main():
-    name = Path(__file__).name
     try:
         config = parse(sys.argv[1:])
         check(config)
         connect(config)
-        run(config)
+        return run(config)
     except BadConfig as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        message, status = error, 2
     except OSError as error:
         error.filename = error.filename or "logs.csv"  # all other files are named by `write`
         hint = "the last checkpoint is intact, --resume goes on from it"
-        print(f"{name}: error: {error}; {hint}", file=sys.stderr)
-        sys.exit(1)
+        message, status = f"{error}; {hint}", 1
     except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
+        if not jax.distributed.is_initialized():
             raise
         why = str(error).splitlines()[0]
-        print(f"{name}: error: {why}; if another process ended, --resume all", file=sys.stderr)
-        os._exit(1)  # without waiting for the others
+        message, status = f"{why}; if another process ended, --resume all", 1
+    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr, flush=True)
+    if jax.distributed.is_initialized():
+        os._exit(status)  # without waiting for the others, who wait for this one
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -647,6 +647,16 @@ def test_one_of_two_processes_is_stopped_or_dies(tmp, launch, train):
     assert status == 128 + signal.SIGTERM and load(folder)["step"] > step, err
 
 
+def test_what_one_of_two_processes_refuses_ends_both(tmp, launch, whole):
+    """The folder is taken, which only the process that writes it finds out."""
+    before = contents(whole)
+    one, other = start_together(launch, *SHORT, "--seeds", 4, "--out", whole)
+    status, _, err = finish(one)
+    assert status == 2 and err.splitlines()[-1].startswith("dr.py: error: out = "), err
+    assert finish(other)[0] not in (0, 2)
+    assert contents(whole) == before
+
+
 @pytest.mark.parametrize("args", ["", "--coordinator 127.0.0.1:1", "--coordinator 127.0.0.1:1 "
                                   "--num-processes 2 --process-id 2"])
 def test_distributed_without_a_cluster(tmp, call, args):
