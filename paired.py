@@ -164,58 +164,63 @@ class RunnerState(struct.PyTreeNode):
 # --- network
 
 @jax.custom_vjp
-def lstm(carry, z, is_first, w):
-    """LSTM (Hochreiter 1997): inputs z = W x + b [T, B, 4H], w [H, 4H] -> carry, h [T, B, H].
+def lstm(carry, x, is_first, w, b):
+    """LSTM (Hochreiter 1997): x [T, B, I], w [4H, I + H], b [4H] -> carry, h [T, B, H].
 
-    Its gradient is written by hand: dw is one large product over all steps, which takes a fifth
-    less time than autodiff's sum of T small ones."""
-    return lstm_forward(carry, z, is_first, w)[0]
+    On a CPU w @ [x; h] with units first, [I + H, B], is twice as fast as the transposed product.
+    The gradient is written by hand: dw is one large product over all steps, not a sum of T."""
+    return lstm_forward(carry, x, is_first, w, b)[0]
 
 
-def lstm_forward(carry, z, is_first, w):
-    def step(carry, x):
-        z, keep = x
-        c, h = carry[0] * keep, carry[1] * keep  # [B, H], zero where o_t opens an episode
-        i, f, g, o = jnp.split(z + h @ w, 4, axis=-1)
+def lstm_forward(carry, x, is_first, w, b):
+    def step(carry, inputs):
+        x, keep = inputs
+        c, h = carry[0] * keep, carry[1] * keep  # [H, B], zero where o_t opens an episode
+        xh = jnp.concatenate([x.T, h])  # [I + H, B]
+        i, f, g, o = jnp.split(w @ xh + b[:, None], 4)
         i, f, g, o = nn.sigmoid(i), nn.sigmoid(f), jnp.tanh(g), nn.sigmoid(o)
         c_next = f * c + i * g
         tanh_c = jnp.tanh(c_next)
-        return (c_next, o * tanh_c), (o * tanh_c, (c, h, i, f, g, o, tanh_c))
+        h_next = o * tanh_c
+        return (c_next, h_next), (h_next.T, (xh.T, c, i, f, g, o, tanh_c))
 
-    keep = 1.0 - is_first[..., None]
-    carry, (hs, saved) = jax.lax.scan(step, carry, (z, keep))
-    return (carry, hs), (saved, keep, w)
+    keep = 1.0 - is_first[:, None]
+    (c, h), (hs, saved) = jax.lax.scan(step, (carry[0].T, carry[1].T), (x, keep))
+    return ((c.T, h.T), hs), (saved, keep, w)
 
 
 def lstm_backward(residuals, gradients):
-    def step(d_carry, x):
-        d_h, (c, h, i, f, g, o, tanh_c), keep = x
-        d_h = d_carry[1] + d_h
+    def step(d_carry, inputs):
+        d_h, (_, c, i, f, g, o, tanh_c), keep = inputs
+        d_h = d_carry[1] + d_h.T
         d_c = d_carry[0] + d_h * o * (1 - tanh_c**2)
         d_z = [d_c * g * i * (1 - i), d_c * c * f * (1 - f), d_c * i * (1 - g**2)]
-        d_z = jnp.concatenate([*d_z, d_h * tanh_c * o * (1 - o)], axis=-1)
-        return (d_c * f * keep, d_z @ w.T * keep), d_z
+        d_z = jnp.concatenate([*d_z, d_h * tanh_c * o * (1 - o)])  # [4H, B]
+        d_x, d_h = jnp.split(w.T @ d_z, [w.shape[1] - len(c)])
+        return (d_c * f * keep, d_h * keep), (d_z.T, d_x.T)
 
-    (saved, keep, w), (d_carry, d_hs) = residuals, gradients
-    d_carry, d_z = jax.lax.scan(step, d_carry, (d_hs, saved, keep), reverse=True)
-    return d_carry, d_z, None, jnp.einsum("tbh,tbg->hg", saved[1], d_z)
+    (saved, keep, w), ((d_c, d_h), d_hs) = residuals, gradients
+    inputs = d_hs, saved, keep
+    (d_c, d_h), (d_z, d_x) = jax.lax.scan(step, (d_c.T, d_h.T), inputs, reverse=True)
+    return (d_c.T, d_h.T), d_x, None, jnp.einsum("tbg,tbi->gi", d_z, saved[0]), d_z.sum((0, 1))
 
 
 lstm.defvjp(lstm_forward, lstm_backward)
 
 
-def gru(carry, z, is_first, w):
-    """GRU (1406.1078): inputs z = W x + b [T, B, 3H], w [H, 3H] -> carry, h [T, B, H]."""
+def gru(carry, x, is_first, w, b):
+    """GRU (1406.1078): x [T, B, I], w [3H, I + H], b [3H] -> carry, h [T, B, H]."""
+    w_x, w_h = jnp.split(w.T, [x.shape[-1]])
 
-    def step(h, x):
-        z, keep = x
+    def step(h, inputs):
+        z, keep = inputs
         h = h * keep
-        (zr, zu, zn), (hr, hu, hn) = jnp.split(z, 3, axis=-1), jnp.split(h @ w, 3, axis=-1)
+        (zr, zu, zn), (hr, hu, hn) = jnp.split(z, 3, axis=-1), jnp.split(h @ w_h, 3, axis=-1)
         r, u = nn.sigmoid(zr + hr), nn.sigmoid(zu + hu)
         h = (1 - u) * jnp.tanh(zn + r * hn) + u * h
         return h, h
 
-    return jax.lax.scan(step, carry, (z, 1.0 - is_first[..., None]))
+    return jax.lax.scan(step, carry, (x @ w_x + b, 1.0 - is_first[..., None]))
 
 
 class GatedCore(nn.Module):
@@ -231,14 +236,16 @@ class GatedCore(nn.Module):
     @nn.compact
     def __call__(self, carry, x, is_first):
         scan, gates = {"lstm": (lstm, 4), "gru": (gru, 3)}[self.rnn]
-        z = nn.Dense(gates * self.size)(x)
 
-        def kernel(rng):  # orthogonal for each gate
-            rngs = jax.random.split(rng, gates)
+        def kernel(rng):  # [gates * H, I + H], for h orthogonal for each gate
+            rng, *rngs = jax.random.split(rng, 1 + gates)
+            w_x = nn.initializers.lecun_normal()(rng, (x.shape[-1], gates * self.size))
             orthogonal = nn.initializers.orthogonal()
-            return jnp.hstack([orthogonal(rng, (self.size, self.size)) for rng in rngs])
+            w_h = [orthogonal(rng, (self.size, self.size)) for rng in rngs]
+            return jnp.hstack([w_x.T, jnp.vstack(w_h)])
 
-        return scan(carry, z, is_first, self.param("recurrent", kernel))
+        bias = self.param("bias", nn.initializers.zeros, gates * self.size)
+        return scan(carry, x, is_first, self.param("kernel", kernel), bias)
 
 
 class FeedForward(nn.Module):

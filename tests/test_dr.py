@@ -125,13 +125,13 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def plain_lstm(carry, z, is_first, w, xp=np):
+def plain_lstm(carry, x, is_first, w, b, xp=np):
     """The LSTM's equations, step by step."""
-    (c, h), hs, H = carry, [], w.shape[0]
-    for t in range(len(z)):
+    (c, h), hs, H = carry, [], len(b) // 4
+    for t in range(len(x)):
         keep = xp.where(is_first[t], 0.0, 1.0)[:, None]
         c, h = c * keep, h * keep
-        a = z[t] + h @ w
+        a = x[t] @ w[:, :-H].T + h @ w[:, -H:].T + b
         i, f, o = (1 / (1 + xp.exp(-a[:, k * H : (k + 1) * H])) for k in (0, 1, 3))
         c = f * c + i * xp.tanh(a[:, 2 * H : 3 * H])
         h = o * xp.tanh(c)
@@ -139,23 +139,24 @@ def plain_lstm(carry, z, is_first, w, xp=np):
     return (c, h), xp.stack(hs)
 
 
-def plain_gru(h, z, is_first, w):
-    hs, H = [], w.shape[0]
-    for t in range(len(z)):
+def plain_gru(h, x, is_first, w, bias):
+    hs, H = [], len(bias) // 3
+    for t in range(len(x)):
         h = h * np.where(is_first[t], 0.0, 1.0)[:, None]
-        a, b = z[t], h @ w
+        a, b = x[t] @ w[:, :-H].T + bias, h @ w[:, -H:].T
         r, u = sigmoid(a[:, :H] + b[:, :H]), sigmoid(a[:, H : 2 * H] + b[:, H : 2 * H])
         h = (1 - u) * np.tanh(a[:, 2 * H :] + r * b[:, 2 * H :]) + u * h
         hs.append(h)
     return h, np.stack(hs)
 
 
-def core_inputs(gates, seed=0, T=7, B=3, H=5):
+def core_inputs(gates, seed=0, T=7, B=3, H=5, I=4):
     random = np.random.default_rng(seed)
     draw = lambda *shape: random.normal(size=shape).astype(np.float32)
     is_first = np.zeros((T, B), bool)
     is_first[3, 0] = is_first[5, 0] = is_first[4, 2] = True
-    return (draw(B, H), draw(B, H)), draw(T, B, gates * H), is_first, draw(H, gates * H)
+    w, b = draw(gates * H, I + H), draw(gates * H)
+    return (draw(B, H), draw(B, H)), draw(T, B, I), is_first, w, b
 
 
 def test_lstm_equals_a_plain_loop():
@@ -169,20 +170,20 @@ def test_gru_equals_a_plain_loop():
 
 
 def test_lstm_gradient_by_hand_equals_autodiff():
-    weigh = core_inputs(4, seed=9)
+    weigh = core_inputs(4, seed=9, I=5)
 
     def scalar(lstm):
-        def function(carry, z, w, is_first):
-            (c, h), hs = lstm(carry, z, is_first, w)
+        def function(carry, x, w, b, is_first):
+            (c, h), hs = lstm(carry, x, is_first, w, b)
             d_c, d_h = weigh[0]
-            return (c * d_c).sum() + (h * d_h).sum() + (hs**2 * weigh[1][..., :5]).sum()
+            return (c * d_c).sum() + (h * d_h).sum() + (hs**2 * weigh[1]).sum()
 
-        return jax.grad(function, (0, 1, 2))
+        return jax.grad(function, (0, 1, 2, 3))
 
     by_hand = scalar(dr.lstm)
     autodiff = scalar(lambda *args: plain_lstm(*args, xp=jnp))
     rows = [core_inputs(4, seed) for seed in range(3)]
-    rows = [(carry, z, w, is_first) for carry, z, is_first, w in rows]
+    rows = [(carry, x, w, b, is_first) for carry, x, is_first, w, b in rows]
     for row in rows:
         assert close(by_hand(*row), autodiff(*row))
     batch = jax.tree.map(lambda *x: np.stack(x), *rows)
@@ -227,7 +228,7 @@ def test_initialisation(rnn, gates):
     (policy,) = (kernel for kernel in kernels.values() if kernel.shape == (32, 7))
     (value,) = (kernel for kernel in kernels.values() if kernel.shape == (32, 1))
     assert scaled(policy * 100, 1.0) and scaled(value, 1.0)
-    recurrent = jnp.split(params["core"]["recurrent"], gates, axis=1)
+    recurrent = jnp.split(params["core"]["kernel"][:, -H:], gates)
     assert all(scaled(gate, 1.0) for gate in recurrent)
     assert not close(recurrent[0], recurrent[1], 1e-2)
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
