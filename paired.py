@@ -202,7 +202,9 @@ def lstm_backward(residuals, gradients):
     (saved, keep, w), ((d_c, d_h), d_hs) = residuals, gradients
     inputs = d_hs, saved, keep
     (d_c, d_h), (d_z, d_x) = jax.lax.scan(step, (d_c.T, d_h.T), inputs, reverse=True)
-    return (d_c.T, d_h.T), d_x, None, jnp.einsum("tbg,tbi->gi", d_z, saved[0]), d_z.sum((0, 1))
+    flat = lambda x: x.reshape(-1, x.shape[-1])  # [T * B, ...]
+    d_w = jax.lax.optimization_barrier(flat(saved[0]).T @ flat(d_z)).T  # else turned, and slower
+    return (d_c.T, d_h.T), d_x, None, d_w, d_z.sum((0, 1))
 
 
 lstm.defvjp(lstm_forward, lstm_backward)
