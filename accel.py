@@ -32,7 +32,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from itertools import count, product
 from typing import Literal, NamedTuple, get_args, get_origin
@@ -191,7 +191,8 @@ class RunnerState(struct.PyTreeNode):
 
 @jax.custom_vjp
 def lstm(carry, x, is_first, w, b):
-    """LSTM (Hochreiter 1997): x [T, B, I], w [4H, I + H], b [4H] -> carry, h [T, B, H].
+    """LSTM (Hochreiter 1997): x [T, B, I], w [4H, I + H], b [4H] -> carry, h [T, B, H]; or, of
+    inputs that are projected already, x [T, B, 4H] and w [4H, H].
 
     On a CPU w @ [x; h] with units first, [I + H, B], is twice as fast as the transposed product.
     The gradient is written by hand: dw is one large product over all steps, not a sum of T."""
@@ -202,14 +203,16 @@ def lstm_forward(carry, x, is_first, w, b):
     def step(carry, inputs):
         x, keep = inputs
         c, h = carry[0] * keep, carry[1] * keep  # [H, B], zero where o_t opens an episode
-        xh = jnp.concatenate([x.T, h])  # [I + H, B]
-        i, f, g, o = jnp.split(w @ xh + b[:, None], 4)
+        xh = h if projected else jnp.concatenate([x.T, h])  # [I + H, B]
+        z = w @ xh + b[:, None] + (x.T if projected else 0.0)
+        i, f, g, o = jnp.split(z, 4)
         i, f, g, o = nn.sigmoid(i), nn.sigmoid(f), jnp.tanh(g), nn.sigmoid(o)
         c_next = f * c + i * g
         tanh_c = jnp.tanh(c_next)
         h_next = o * tanh_c
         return (c_next, h_next), (h_next.T, (xh.T, c, i, f, g, o, tanh_c))
 
+    projected = w.shape[1] == carry[1].shape[1]
     keep = 1.0 - is_first[:, None]
     (c, h), (hs, saved) = jax.lax.scan(step, (carry[0].T, carry[1].T), (x, keep))
     return ((c.T, h.T), hs), (saved, keep, w)
@@ -223,13 +226,15 @@ def lstm_backward(residuals, gradients):
         d_z = [d_c * g * i * (1 - i), d_c * c * f * (1 - f), d_c * i * (1 - g**2)]
         d_z = jnp.concatenate([*d_z, d_h * tanh_c * o * (1 - o)])  # [4H, B]
         d_x, d_h = jnp.split(w.T @ d_z, [w.shape[1] - len(c)])
+        d_x = d_x if len(d_x) else d_z  # projected
         return (d_c * f * keep, d_h * keep), (d_z.T, d_x.T)
 
     (saved, keep, w), ((d_c, d_h), d_hs) = residuals, gradients
     inputs = d_hs, saved, keep
     (d_c, d_h), (d_z, d_x) = jax.lax.scan(step, (d_c.T, d_h.T), inputs, reverse=True)
     flat = lambda x: x.reshape(-1, x.shape[-1])  # [T * B, ...]
-    d_w = jax.lax.optimization_barrier(flat(saved[0]).T @ flat(d_z)).T  # else turned, and slower
+    # the barrier keeps XLA from transposing the product, which would take longer
+    d_w = jax.lax.optimization_barrier(flat(saved[0]).T @ flat(d_z)).T
     return (d_c.T, d_h.T), d_x, None, d_w, d_z.sum((0, 1))
 
 
@@ -237,18 +242,17 @@ lstm.defvjp(lstm_forward, lstm_backward)
 
 
 def gru(carry, x, is_first, w, b):
-    """GRU (1406.1078): x [T, B, I], w [3H, I + H], b [3H] -> carry, h [T, B, H]."""
-    w_x, w_h = jnp.split(w.T, [x.shape[-1]])
+    """GRU (1406.1078): projected x [T, B, 3H], w [3H, H], b [3H] -> carry, h [T, B, H]."""
 
     def step(h, inputs):
         z, keep = inputs
         h = h * keep
-        (zr, zu, zn), (hr, hu, hn) = jnp.split(z, 3, axis=-1), jnp.split(h @ w_h, 3, axis=-1)
+        (zr, zu, zn), (hr, hu, hn) = jnp.split(z, 3, axis=-1), jnp.split(h @ w.T, 3, axis=-1)
         r, u = nn.sigmoid(zr + hr), nn.sigmoid(zu + hu)
         h = (1 - u) * jnp.tanh(zn + r * hn) + u * h
         return h, h
 
-    return jax.lax.scan(step, carry, (x @ w_x + b, 1.0 - is_first[..., None]))
+    return jax.lax.scan(step, carry, (x + b, 1.0 - is_first[..., None]))
 
 
 class GatedCore(nn.Module):
@@ -264,13 +268,18 @@ class GatedCore(nn.Module):
     @nn.compact
     def __call__(self, carry, x, is_first):
         scan, gates = {"lstm": (lstm, 4), "gru": (gru, 3)}[self.rnn]
+        project = self.rnn == "gru" or x.shape[-1] > gates * self.size  # a teacher's are wide
+        if project:  # all steps in one product; the barrier as in lstm_backward
+            x = nn.Dense(gates * self.size, use_bias=False)(x)
+            x = jax.lax.optimization_barrier(x)
 
         def kernel(rng):  # [gates * H, I + H], for h orthogonal for each gate
             rng, *rngs = jax.random.split(rng, 1 + gates)
-            w_x = nn.initializers.lecun_normal()(rng, (x.shape[-1], gates * self.size))
             orthogonal = nn.initializers.orthogonal()
-            w_h = [orthogonal(rng, (self.size, self.size)) for rng in rngs]
-            return jnp.hstack([w_x.T, jnp.vstack(w_h)])
+            w_h = jnp.vstack([orthogonal(rng, (self.size, self.size)) for rng in rngs])
+            lecun_normal = nn.initializers.lecun_normal(in_axis=1, out_axis=0)
+            w_x = [] if project else [lecun_normal(rng, (gates * self.size, x.shape[-1]))]
+            return jnp.hstack([*w_x, w_h])
 
         bias = self.param("bias", nn.initializers.zeros, gates * self.size)
         return scan(carry, x, is_first, self.param("kernel", kernel), bias)
@@ -1076,104 +1085,155 @@ def open_run(config):
     return folder, checkpoint
 
 
-def run(config):
-    """Train all rows: chunks of log_interval updates; between them logs, checkpoints, pictures."""
-    rows = make_rows(config)
-    swept = list(rows[0])[1:]
-    at_once = config.seeds_at_once or len(rows)
-    groups = [slice(i, i + at_once) for i in range(0, len(rows), at_once)]
-    devices = choose_devices(config, [len(rows[group]) for group in groups])
-    init, update, show = make_programs(config, devices)
-    folder, checkpoint = open_run(config)
-    first = jax.process_index() == 0
-    dealt = [place(deal(config, rows[group], len(devices)), devices) for group in groups]
-    park = fetch = lambda state: state
-    if len(groups) > 1:  # groups take turns on the devices; those that wait are in host memory
-        park, fetch = partial(to_host, config), partial(to_devices, devices=devices)
-    step, seconds = checkpoint["step"], checkpoint["seconds"]
-    if step:
-        shards = len(checkpoint["state"]["rng"])
-        same = config.shard == "seeds" or shards == len(devices)
-        demand(same, config, "devices", f"{shards}, as in the run to resume")
-        saved = jax.eval_shape(init, dealt[0])
-        saved = serialization.from_state_dict(saved, checkpoint.pop("state"))
-        part = lambda group: jax.tree.map(lambda x: x[:, group] if np.ndim(x) else x, saved)
-        states = [park(to_devices(part(group), devices)) for group in groups]
-    else:
-        states = [park(init(group)) for group in dealt]
+def say(line):
+    """Print above the progress bar; process 0 speaks for all."""
+    if not jax.process_index():
+        tqdm.write(line)
+        sys.stdout.flush()
 
-    def say(line):
-        if first:
-            bar.write(line)
-            sys.stdout.flush()
 
-    @cache
-    def compiled(steps, shape):
-        i = [group["seed"].shape for group in dealt].index(shape)
-        say(f"compiling {steps} updates ...")
-        started = time.time()
-        program = update(steps).lower(dealt[i], fetch(states[i])).compile()
-        say(f"compiled in {time.time() - started:.1f} s")
-        return program
+class Trainings:
+    """All rows of a run: their groups, what trains them, and the state of each group."""
 
-    def save(name):
-        parts = [to_host(config, fetch(state)) for state in states]
-        if not first:
+    def __init__(self, config):
+        rows = make_rows(config)
+        at_once = config.seeds_at_once or len(rows)
+        self.config, self.rows, self.programs = config, rows, {}
+        self.groups = [slice(i, i + at_once) for i in range(0, len(rows), at_once)]
+        parts = [rows[group] for group in self.groups]
+        self.devices = choose_devices(config, [len(part) for part in parts])
+        self.init, self.train, self.show = make_programs(config, self.devices)
+        self.dealt = [deal(config, part, len(self.devices)) for part in parts]
+
+    def start(self, saved):
+        """From the beginning, or from a checkpoint's state."""
+        self.dealt = [place(group, self.devices) for group in self.dealt]
+        if saved is None:
+            self.states = [self.park(self.init(group)) for group in self.dealt]
             return
-        log.flush()
-        os.fsync(log.fileno())
-        state = jax.tree.map(lambda *x: np.concatenate(x, 1) if x[0].ndim else x[0], *parts)
-        data = {"step": step, "seconds": seconds, "log_bytes": log.tell()}
-        data["rows"] = {str(i): row for i, row in enumerate(rows)}
-        data["state"] = serialization.to_state_dict(state)
-        write(folder / name, serialization.msgpack_serialize(data))
+        shards = len(saved["rng"])
+        same = self.config.shard == "seeds" or shards == len(self.devices)
+        demand(same, self.config, "devices", f"{shards}, as in the run to resume")
+        saved = serialization.from_state_dict(jax.eval_shape(self.init, self.dealt[0]), saved)
+        part = lambda group: jax.tree.map(lambda x: x[:, group] if np.ndim(x) else x, saved)
+        self.states = [self.park(to_devices(part(g), self.devices)) for g in self.groups]
+
+    def park(self, state):
+        """Groups take turns on the devices; those that wait are in host memory."""
+        return to_host(self.config, state) if len(self.groups) > 1 else state
+
+    def fetch(self, i):
+        state = self.states[i]
+        return to_devices(state, self.devices) if len(self.groups) > 1 else state
+
+    def program(self, steps, i):
+        """`steps` updates of group i, compiled once for all groups of its size."""
+        key = steps, self.dealt[i]["seed"].shape
+        if key not in self.programs:
+            say(f"compiling {steps} updates ...")
+            started = time.time()
+            lowered = self.train(steps).lower(self.dealt[i], self.fetch(i))
+            self.programs[key] = lowered.compile()
+            say(f"compiled in {time.time() - started:.1f} s")
+        return self.programs[key]
+
+    def update(self, steps):
+        """Train all rows -> metrics: name -> [rows, steps]; seconds."""
+        chunks, seconds = [], 0.0
+        by_row = (lambda x: x[0]) if self.config.shard == "levels" else np.concatenate
+        for i, group in enumerate(self.dealt):
+            program = self.program(steps, i)
+            started = time.time()
+            state, chunk = jax.block_until_ready(program(group, self.fetch(i)))
+            seconds += time.time() - started
+            self.states[i] = self.park(state)
+            chunks.append({name: by_row(x) for name, x in gather(chunk).items()})
+        return {k: np.concatenate([chunk[k] for chunk in chunks]) for k in chunks[0]}, seconds
+
+    def state(self):
+        """The state of all rows, as NumPy arrays [shards, rows, ...]."""
+        parts = [to_host(self.config, self.fetch(i)) for i in range(len(self.groups))]
+        return jax.tree.map(lambda *x: np.concatenate(x, 1) if x[0].ndim else x[0], *parts)
+
+    def levels(self):
+        return gather(self.show(self.dealt[0], self.fetch(0)))
+
+
+def save(path, trainings, log, step, seconds):
+    """A checkpoint of all rows; it notes how long logs.csv is, so that both agree after a crash."""
+    state = trainings.state()
+    if jax.process_index():
+        return
+    log.flush()
+    os.fsync(log.fileno())
+    data = {"step": step, "seconds": seconds, "log_bytes": log.tell()}
+    data["rows"] = {str(i): row for i, row in enumerate(trainings.rows)}
+    data["state"] = serialization.to_state_dict(state)
+    write(path, serialization.msgpack_serialize(data))
+
+
+def append(log, table):
+    writer = csv.DictWriter(log, table[0])
+    if log.tell() == 0:
+        writer.writeheader()
+    writer.writerows(table)
+    log.flush()
+
+
+def progress(table, seconds):
+    """What the progress bar shows."""
+    shown = {"steps/s": f"{sum(row['env_steps'] for row in table) / seconds:,.0f}"}
+    for name in ("train_solve_rate", "eval_solve_rate"):
+        values = [float(row[name]) for row in table if row.get(name)]
+        shown |= {name: f"{np.mean(values):.2f}"} if values else {}
+    return shown
+
+
+def catch_signals():
+    """The list that Ctrl-C and SIGTERM will be in; a second one ends at once."""
 
     def request_stop(number, _):
         stop.append(number)
-        signal.signal(number, signal.SIG_DFL)  # a second one ends at once
+        signal.signal(number, signal.SIG_DFL)
 
-    stop, ended, shown = [], 0, {}
+    stop = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, request_stop)
-    kind = devices[0].device_kind
+    return stop
+
+
+def run(config):
+    """Train all rows: chunks of log_interval updates; between them logs, checkpoints, pictures."""
+    trainings = Trainings(config)
+    rows, devices, first = trainings.rows, trainings.devices, jax.process_index() == 0
+    swept = list(rows[0])[1:]
+    folder, checkpoint = open_run(config)
+    trainings.start(checkpoint.pop("state", None))
+    step, seconds = checkpoint["step"], checkpoint["seconds"]
+    stop, ended, shown = catch_signals(), 0, {}
     bar = tqdm(initial=step, total=config.num_updates, unit="update", dynamic_ncols=True,
                disable=not first)
-    say(f"{folder}: {len(rows)} training(s) on {len(devices)} x {kind}")
+    say(f"{folder}: {len(rows)} training(s) on {len(devices)} x {devices[0].device_kind}")
     with open(folder / "logs.csv" if first else os.devnull, "a", newline="") as log, bar:
         while step < config.num_updates and not ended:
-            before, steps, chunks = step, min(config.log_interval, config.num_updates - step), []
-            for i, group in enumerate(dealt):
-                program = compiled(steps, group["seed"].shape)
-                started = time.time()
-                state, chunk = jax.block_until_ready(program(group, fetch(states[i])))
-                seconds += time.time() - started
-                states[i], chunk = park(state), gather(chunk)
-                by_row = (lambda x: x[0]) if config.shard == "levels" else np.concatenate
-                chunks.append({name: by_row(x) for name, x in chunk.items()})
-            step += steps
+            before, steps = step, min(config.log_interval, config.num_updates - step)
+            chunk, took = trainings.update(steps)
+            step, seconds = step + steps, seconds + took
             ended = int(gather(np.array([stop[0] if stop else 0])).max())  # by a signal to anyone
-            chunk = {name: np.concatenate([part[name] for part in chunks]) for name in chunks[0]}
             table = list(log_rows(config, rows, chunk, step, seconds))
-            writer = csv.DictWriter(log, table[0])
-            if log.tell() == 0:
-                writer.writeheader()
-            writer.writerows(table)
-            log.flush()
-            shown["steps/s"] = f"{sum(row['env_steps'] for row in table) / seconds:,.0f}"
-            for name in ("train_solve_rate", "eval_solve_rate"):
-                values = [float(row[name]) for row in table if row.get(name)]
-                shown |= {name: f"{np.mean(values):.2f}"} if values else {}
+            append(log, table)
+            shown |= progress(table, seconds)
             bar.set_postfix(shown, refresh=False)
             bar.update(steps)
 
             last = ended or step == config.num_updates
             due = lambda interval: interval and step // interval > before // interval
             if last or due(config.checkpoint_interval):
-                save("checkpoint.msgpack")
+                save(folder / "checkpoint.msgpack", trainings, log, step, seconds)
             if due(config.archive_interval):
-                save(f"checkpoint_{step}.msgpack")
+                save(folder / f"checkpoint_{step}.msgpack", trainings, log, step, seconds)
             if last or due(config.plot_interval):
-                levels = gather(show(dealt[0], fetch(states[0])))
+                levels = trainings.levels()
                 if first:
                     plot_curves(folder, swept)
                     plot_levels(folder / "levels" / f"update_{step}.png", levels)

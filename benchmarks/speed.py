@@ -206,17 +206,18 @@ def measure(section, settings, rounds, peers, folder):
 def groups(options):
     """What is measured together: (section, title, settings, peers)."""
     cases = [(script, core) for script in options.scripts for core in options.cores]
-    seeds = {case: options.seeds[:1] for case in cases} | {cases[0]: options.seeds}
+    numbers = lambda core: options.seeds[: None if core == options.cores[0] else 1]
     for section in options.only:
         if section == "env":
             yield section, "", {"sizes": options.sizes}, list(PEERS)
         elif section in ("train", "paired"):
             for script, core in cases if section == "train" else [("paired", options.cores[0])]:
-                settings = {"script": script, "core": core, "seeds": seeds.get((script, core), [1])}
+                seeds = numbers(core) if section == "train" else [1]
+                settings = {"script": script, "core": core, "seeds": seeds}
                 yield section, f"{script} {core}", settings, options.training_peers
         elif section == "compile":
             for script, core in [*cases, ("paired", options.cores[0])]:
-                for number in seeds.get((script, core), [1]):
+                for number in numbers(core) if script != "paired" else [1]:
                     settings = {"script": script, "core": core, "seeds": number}
                     yield section, f"{script} {core} {number}", settings, []
         else:
@@ -349,7 +350,7 @@ def main():
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=SCRIPTS)
     parser.add_argument("--cores", nargs="+", default=["lstm", "s5"], help="lstm gru s5")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 8],
-                        help="all for the first script and core, for others only the first")
+                        help="all with the first core, with others only the first")
     parser.add_argument("--sizes", nargs="+", type=int, default=[32, 256, 2048], help="N of env")
     parser.add_argument("--episodes", type=int, default=50, help="of each maze of evaluate")
     parser.add_argument("--rounds", type=int, default=3)

@@ -128,10 +128,11 @@ def sigmoid(x):
 def plain_lstm(carry, x, is_first, w, b, xp=np):
     """The LSTM's equations, step by step."""
     (c, h), hs, H = carry, [], len(b) // 4
+    x = x @ w[:, :-H].T if w.shape[1] > H else x
     for t in range(len(x)):
         keep = xp.where(is_first[t], 0.0, 1.0)[:, None]
         c, h = c * keep, h * keep
-        a = x[t] @ w[:, :-H].T + h @ w[:, -H:].T + b
+        a = x[t] + h @ w[:, -H:].T + b
         i, f, o = (1 / (1 + xp.exp(-a[:, k * H : (k + 1) * H])) for k in (0, 1, 3))
         c = f * c + i * xp.tanh(a[:, 2 * H : 3 * H])
         h = o * xp.tanh(c)
@@ -143,7 +144,7 @@ def plain_gru(h, x, is_first, w, bias):
     hs, H = [], len(bias) // 3
     for t in range(len(x)):
         h = h * np.where(is_first[t], 0.0, 1.0)[:, None]
-        a, b = x[t] @ w[:, :-H].T + bias, h @ w[:, -H:].T
+        a, b = x[t] + bias, h @ w.T
         r, u = sigmoid(a[:, :H] + b[:, :H]), sigmoid(a[:, H : 2 * H] + b[:, H : 2 * H])
         h = (1 - u) * np.tanh(a[:, 2 * H :] + r * b[:, 2 * H :]) + u * h
         hs.append(h)
@@ -151,25 +152,28 @@ def plain_gru(h, x, is_first, w, bias):
 
 
 def core_inputs(gates, seed=0, T=7, B=3, H=5, I=4):
+    """I = 0: projected inputs."""
     random = np.random.default_rng(seed)
     draw = lambda *shape: random.normal(size=shape).astype(np.float32)
     is_first = np.zeros((T, B), bool)
     is_first[3, 0] = is_first[5, 0] = is_first[4, 2] = True
     w, b = draw(gates * H, I + H), draw(gates * H)
-    return (draw(B, H), draw(B, H)), draw(T, B, I), is_first, w, b
+    return (draw(B, H), draw(B, H)), draw(T, B, I or gates * H), is_first, w, b
 
 
-def test_lstm_equals_a_plain_loop():
-    inputs = core_inputs(4)
+@pytest.mark.parametrize("I", [4, 0])
+def test_lstm_equals_a_plain_loop(I):
+    inputs = core_inputs(4, I=I)
     assert close(dr.lstm(*inputs), plain_lstm(*inputs))
 
 
 def test_gru_equals_a_plain_loop():
-    (_, h), *inputs = core_inputs(3)
+    (_, h), *inputs = core_inputs(3, I=0)
     assert close(dr.gru(h, *inputs), plain_gru(h, *inputs))
 
 
-def test_lstm_gradient_by_hand_equals_autodiff():
+@pytest.mark.parametrize("I", [4, 0])
+def test_lstm_gradient_by_hand_equals_autodiff(I):
     weigh = core_inputs(4, seed=9, I=5)
 
     def scalar(lstm):
@@ -182,7 +186,7 @@ def test_lstm_gradient_by_hand_equals_autodiff():
 
     by_hand = scalar(dr.lstm)
     autodiff = scalar(lambda *args: plain_lstm(*args, xp=jnp))
-    rows = [core_inputs(4, seed) for seed in range(3)]
+    rows = [core_inputs(4, seed, I=I) for seed in range(3)]
     rows = [(carry, x, w, b, is_first) for carry, x, is_first, w, b in rows]
     for row in rows:
         assert close(by_hand(*row), autodiff(*row))
@@ -228,9 +232,12 @@ def test_initialisation(rnn, gates):
     (policy,) = (kernel for kernel in kernels.values() if kernel.shape == (32, 7))
     (value,) = (kernel for kernel in kernels.values() if kernel.shape == (32, 1))
     assert scaled(policy * 100, 1.0) and scaled(value, 1.0)
-    recurrent = jnp.split(params["core"]["kernel"][:, -H:], gates)
+    kernel = params["core"]["kernel"]
+    recurrent = jnp.split(kernel[:, -H:], gates)
     assert all(scaled(gate, 1.0) for gate in recurrent)
     assert not close(recurrent[0], recurrent[1], 1e-2)
+    w_x = params["core"]["Dense_0"]["kernel"].T if rnn == "gru" else kernel[:, :-H]
+    assert w_x.shape == (gates * H, 149) and abs(w_x.std() * 149**0.5 - 1) < 0.03
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     assert all((x == 0).all() for path, x in flat if path[-1].key == "bias")
 
