@@ -383,9 +383,20 @@ def _fixed(text, max_steps=450, goals=None):
     return TestMaze(sample, max_steps)
 
 
-def sample_perfect_maze(rng, size):
-    """Spanning tree of the even cells by random depth-first search; start, goal: two corners."""
+def _perfect_maze(rng, size, rooms, parents):
+    """The maze whose doors join the even cells `rooms` to `parents` [K]; start, goal: corners."""
     n = (size + 1) // 2                                                 # n x n rooms
+    wall_map = jnp.ones((size, size), bool).at[::2, ::2].set(False)
+    wall_map = wall_map.at[rooms // n + parents // n, rooms % n + parents % n].set(False)
+    corners = jnp.array([[0, 0], [size - 1, 0], [0, size - 1], [size - 1, size - 1]], jnp.int32)
+    start, goal = jax.random.permutation(rng, corners)[:2]
+    return Level(wall_map, start, jnp.zeros((), jnp.int32), goal)
+
+
+def sample_perfect_maze(rng, size):
+    """Spanning tree of the even cells by random depth-first search, as minimax makes it: long
+    winding corridors; start, goal: two corners."""
+    n = (size + 1) // 2
     rng_tree, rng_corners = jax.random.split(rng)
     bits = jax.random.bits(rng_tree, (2 * n * n,), jnp.uint32)
     root = _below(bits[-1], n * n)
@@ -403,12 +414,26 @@ def sample_perfect_maze(rng, size):
 
     parent = jnp.full(n * n, -1).at[root].set(root)
     _, parent = jax.lax.fori_loop(0, 2 * n * n - 2, visit, (root, parent))
-    room = jnp.arange(n * n)
-    wall_map = jnp.ones((size, size), bool).at[room // n * 2, room % n * 2].set(False)
-    wall_map = wall_map.at[room // n + parent // n, room % n + parent % n].set(False)
-    corners = jnp.array([[0, 0], [size - 1, 0], [0, size - 1], [size - 1, size - 1]], jnp.int32)
-    start, goal = jax.random.permutation(rng_corners, corners)[:2]
-    return Level(wall_map, start, jnp.zeros((), jnp.int32), goal)
+    return _perfect_maze(rng_corners, size, jnp.arange(n * n), parent)
+
+
+def sample_kruskal_maze(rng, size):
+    """Spanning tree of the even cells by Kruskal's algorithm over shuffled edges, as dcd makes its
+    PerfectMazes: many short dead ends; start, goal: two corners."""
+    n = (size + 1) // 2
+    rng_tree, rng_corners = jax.random.split(rng)
+    room = np.arange(n * n).reshape(n, n)
+    edges = [np.stack([room[:, 1:], room[:, :-1]], -1), np.stack([room[1:], room[:-1]], -1)]
+    edges = np.concatenate([x.reshape(-1, 2) for x in edges])           # [2n(n - 1), 2]
+    edges = jax.random.permutation(rng_tree, jnp.array(edges))
+
+    def join(tree, edge):
+        a, b = tree[edge]                                               # labels of the two parts
+        return jnp.where(tree == a, b, tree), jnp.where(a == b, edge[1], edge[0])
+
+    # an edge within a part opens no door, but the room that is open anyhow
+    _, rooms = jax.lax.scan(join, jnp.arange(n * n), edges)
+    return _perfect_maze(rng_corners, size, rooms, edges[:, 1])
 
 
 def sample_four_rooms(rng):
@@ -528,9 +553,11 @@ def _test_mazes():
     small, large = _maps()["SmallCorridor"], _maps()["LargeCorridor"]
     mazes["SmallCorridor"] = _fixed(small, 450, [(x, y) for y in (5, 7) for x in range(2, 12, 2)])
     mazes["LargeCorridor"] = _fixed(large, 882, [(x, y) for y in (8, 10) for x in range(2, 18, 2)])
-    for name, size in {"PerfectMaze": 13, "PerfectMazeMedium": 19, "PerfectMazeLarge": 49,
-                       "PerfectMazeXL": 99}.items():
-        mazes[name] = TestMaze(partial(sample_perfect_maze, size=size), 2 * (size + 2) ** 2)
+    perfect = {"PerfectMaze": (sample_perfect_maze, 13)} | {
+        f"PerfectMaze{name}": (sample_kruskal_maze, size)
+        for name, size in {"Medium": 19, "Large": 49, "XL": 99}.items()}
+    for name, (sample, size) in perfect.items():
+        mazes[name] = TestMaze(partial(sample, size=size), 2 * (size + 2) ** 2)
     mazes["FourRooms"] = TestMaze(sample_four_rooms, 100, see_through_walls=False)
     mazes["SimpleCrossing"] = TestMaze(sample_simple_crossing, 484, see_through_walls=False)
     mazes["Sampled"] = TestMaze(sample_solvable, 250)

@@ -545,27 +545,40 @@ def plain_perfect_maze(rng, n):
     return tree
 
 
-def test_perfect_mazes():
-    levels = sampled("PerfectMaze", 300)
-    corners = {(0, 0), (12, 0), (0, 12), (12, 12)}
+def plain_kruskal_maze(rng, n):
+    """The minimum spanning tree by networkx where the weights of edges are random."""
+    grid = nx.grid_2d_graph(n, n)
+    for edge in grid.edges:
+        grid.edges[edge]["weight"] = rng.random()
+    return nx.minimum_spanning_tree(grid)
+
+
+@pytest.mark.parametrize("name, size, plain", [("PerfectMaze", 13, plain_perfect_maze),
+                                               ("PerfectMazeMedium", 19, plain_kruskal_maze)])
+def test_perfect_mazes(name, size, plain):
+    levels, n, end = sampled(name, 300), (size + 1) // 2, size - 1
+    corners = {(0, 0), (end, 0), (0, end), (end, end)}
     ends = Counter()
     for i in range(300):
         level = row(levels, i)
         cells, _ = graph_of(level)
-        assert nx.is_tree(cells) and cells.number_of_nodes() == 49 + 48
+        assert nx.is_tree(cells) and cells.number_of_nodes() == 2 * n**2 - 1
         assert not level.wall_map[::2, ::2].any()
         ends[(tuple(level.agent_pos.tolist()), tuple(level.goal_pos.tolist()))] += 1
     assert_distributed(ends, uniform((a, b) for a in corners for b in corners if a != b))
     assert not levels.agent_dir.any()
-    # As long and as winding as depth-first search makes them: rooms with one and with three doors.
+    # As long and as winding as the algorithm makes them: rooms with one and with three doors.
     rng = np.random.default_rng(11)
-    plain = [Counter(d for _, d in plain_perfect_maze(rng, 7).degree) for _ in range(300)]
+    plain = [Counter(d for _, d in plain(rng, n).degree) for _ in range(300)]
     doors = ~np.pad(levels.wall_map, ((0, 0), (1, 1), (1, 1)), constant_values=True)
     degree = (doors[:, :-2:2, 1:-1:2] * 1 + doors[:, 2::2, 1:-1:2] + doors[:, 1:-1:2, :-2:2]
               + doors[:, 1:-1:2, 2::2])
     for d in (1, 3):
         ours, theirs = (degree == d).sum(axis=(1, 2)), np.array([c[d] for c in plain])
         assert abs(ours.mean() - theirs.mean()) < 5 * np.hypot(ours.std(), theirs.std()) / 300**0.5
+
+
+def test_sizes_of_perfect_mazes():
     for kind, size in {"": 13, "Medium": 19, "Large": 49, "XL": 99}.items():
         maze = amaze.TEST_MAZES["PerfectMaze" + kind]
         assert maze.max_steps == 2 * (size + 2) ** 2 and maze.see_through_walls
