@@ -313,7 +313,7 @@ def picture(data, path):
     beside = {row["name"] for row in train if row["library"] != "ours"}
     train = [row for row in train if row["name"] in beside and "half" not in row["name"]]
     rate = lambda row: row["env_steps"] / median(row["seconds"]) / 1e6
-    figure = Figure(figsize=(12, 5), layout="constrained")
+    figure = Figure(figsize=(12, 8), layout="constrained")
     cost = lambda row: row["bare"]
     panels = [("million env steps a second, N = 2048 (more is better)", "log", env, rate),
               ("time of an update, x the bare network (less is better)", "linear", train, cost)]
@@ -328,7 +328,7 @@ def picture(data, path):
             label = library.replace("ours", "this project")
             bars = axis.barh(at, list(map(value, some)), 0.75 / len(present), label=label,
                              color=f"C{libraries.index(library)}")
-            axis.bar_label(bars, fmt="%.3g", fontsize=8, padding=2)
+            axis.bar_label(bars, fmt="%.2g", fontsize=7, padding=2)
         axis.set(yticks=range(len(names)), xscale=scale if rows else "linear",
                  yticklabels=[name.removesuffix(", 1 seed(s)") for name in names])
         axis.set_title(title, fontsize=10)
@@ -361,6 +361,7 @@ def main():
         library, section, settings = options.worker
         return work(library, section, json.loads(settings))
 
+    options.out.mkdir(parents=True, exist_ok=True)
     store = options.out / "speed.json"
     data = json.loads(store.read_text()) if store.exists() else {}
     words = sys.argv[1:]
