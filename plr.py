@@ -1007,7 +1007,7 @@ def save_figure(path, figure):
 
 
 def open_run(config):
-    """The run folder and its last checkpoint, with its logs cut back to that checkpoint."""
+    """The run folder, made if it is new, and its last checkpoint."""
     script = Path(__file__)
     names = (Path(f"runs/{script.stem}-{i}") for i in count(1))
     folder = Path(config.out or next(name for name in names if not name.exists()))
@@ -1026,8 +1026,6 @@ def open_run(config):
             demand(False, config, "out", f"a folder that can be made ({error.strerror})")
         stored = {"script": script.name} | asdict(config)
         write(folder / "config.json", json.dumps(stored, indent=2).encode())
-    if (folder / "logs.csv").exists():
-        os.truncate(folder / "logs.csv", checkpoint["log_bytes"])
     return folder, checkpoint
 
 
@@ -1156,6 +1154,8 @@ def run(config):
     folder, checkpoint = open_run(config)
     trainings.start(checkpoint.pop("state", None))
     step, seconds = checkpoint["step"], checkpoint["seconds"]
+    if first and (folder / "logs.csv").exists():  # nothing can be refused any more
+        os.truncate(folder / "logs.csv", checkpoint["log_bytes"])
     stop, ended, shown = catch_signals(), 0, {}
     bar = tqdm(initial=step, total=config.num_updates, unit="update", dynamic_ncols=True,
                disable=not first)
