@@ -206,17 +206,18 @@ def measure(section, settings, rounds, peers, folder):
 def groups(options):
     """What is measured together: (section, title, settings, peers)."""
     cases = [(script, core) for script in options.scripts for core in options.cores]
+    paired = [("paired", core) for core in options.cores]
     numbers = lambda core: options.seeds[: None if core == options.cores[0] else 1]
     for section in options.only:
         if section == "env":
             yield section, "", {"sizes": options.sizes}, list(PEERS)
         elif section in ("train", "paired"):
-            for script, core in cases if section == "train" else [("paired", options.cores[0])]:
+            for script, core in cases if section == "train" else paired:
                 seeds = numbers(core) if section == "train" else [1]
                 settings = {"script": script, "core": core, "seeds": seeds}
                 yield section, f"{script} {core}", settings, options.training_peers
         elif section == "compile":
-            for script, core in [*cases, ("paired", options.cores[0])]:
+            for script, core in [*cases, *paired]:
                 for number in numbers(core) if script != "paired" else [1]:
                     settings = {"script": script, "core": core, "seeds": number}
                     yield section, f"{script} {core} {number}", settings, []

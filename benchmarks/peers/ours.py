@@ -52,6 +52,10 @@ def levels():
 # --- the bare network
 
 
+def teacher_filters(core):
+    return 32 if core == "s5" else 128  # as published
+
+
 class ResetCell(nn.Module):
     core: str
 
@@ -88,9 +92,10 @@ def bare(script, core, seeds=1):
     """What an update of `script` cannot do without: forward() and gradient(), by autodiff, of its
     networks over all their steps at once. Several seeds are vmapped, as in a vmapped training."""
     student = Bare(core, 16, (4, 5), 7), (256, 32), 5, 0
-    teacher = Bare(core, 128, (62, 10), 169), (62, 32), 15, 50
-    passes = []
-    agents = [student, student, teacher] if script == "paired" else [student]
+    agents, passes = [student], []
+    if script == "paired":
+        teacher = Bare(core, teacher_filters(core), (62, 10), 169), (62, 32), 15, 50
+        agents = [student, student, teacher]
     for network, shape, size, noise in agents:
         image = jax.random.randint(jax.random.key(0), (*shape, size, size, 3), 0, 9)
         image = image.astype(jnp.uint8)
@@ -112,6 +117,8 @@ def bare(script, core, seeds=1):
 def trainings(script, core, seeds, **fields):
     """Vmapped trainings on a warm buffer: update(steps)(state, floats), and the state."""
     module = importlib.import_module(script)
+    if script == "paired":
+        fields |= {"teacher_rnn": core, "teacher_filters": teacher_filters(core)}
     config = replace(module.Config(rnn=core), **fields)
     init, rngs = module.make_train(config).init, jax.random.split(jax.random.key(0), seeds)
     axes = jax.tree.map(lambda _: 0, jax.eval_shape(init, rngs[0])).replace(step=None)
