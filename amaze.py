@@ -229,6 +229,11 @@ def _place(bits, wall_map):
     return Level(wall_map, _xy(agent, width), _below(bits[2], 4), _xy(goal, width))
 
 
+def place(rng, wall_map):
+    """A level on walls [H, W] that leave two cells free: agent, goal and direction at random."""
+    return _place(jax.random.bits(rng, (3,), jnp.uint32), wall_map)
+
+
 def _check_room(n_walls, height, width):
     if n_walls > height * width - 2:
         raise ValueError(f"{n_walls} walls leave no room for agent and goal on {height} x {width}")
@@ -590,28 +595,22 @@ def pad_level(level, height, width):
     return level._replace(wall_map=wall_map)
 
 
-def sample_mazes(rng, names):
-    """M test mazes, padded to one size: (Level, max_steps [M], see_through_walls [M] or True)."""
+def sample_mazes(rng, names, episodes=1):
+    """Levels of M test mazes for E episodes on each, padded to one size, and their rules:
+    (Level [M * E, ...], max_steps [M * E] int32, see_through_walls [M * E] bool)."""
     check_maze_names(names)
     mazes = [TEST_MAZES[name] for name in names]
-    levels = [maze.sample(key) for maze, key in zip(mazes, jax.random.split(rng, len(mazes)))]
-    height = max(level.wall_map.shape[0] for level in levels)
-    width = max(level.wall_map.shape[1] for level in levels)
-    levels = [pad_level(level, height, width) for level in levels]
-    levels = jax.tree.map(lambda *x: jnp.stack(x), *levels)
-    see_through = [maze.see_through_walls for maze in mazes]
-    return (levels, jnp.array([maze.max_steps for maze in mazes], jnp.int32),
-            True if all(see_through) else jnp.array(see_through))
 
+    def sample(rng):
+        levels = [maze.sample(key) for maze, key in zip(mazes, jax.random.split(rng, len(mazes)))]
+        height, width = (max(level.wall_map.shape[i] for level in levels) for i in (0, 1))
+        levels = [pad_level(level, height, width) for level in levels]
+        return jax.tree.map(lambda *x: jnp.stack(x), *levels)
 
-def reset_mazes(rng, names, episodes):
-    """First observation and state of `episodes` episodes on each of M mazes: [M * episodes]."""
-    _, max_steps, see_through = sample_mazes(rng, names)
-    rngs = jax.random.split(rng, episodes)
-    levels = jax.vmap(lambda rng: sample_mazes(rng, names)[0], out_axes=1)(rngs)  # [M, episodes]
+    levels = jax.vmap(sample, out_axes=1)(jax.random.split(rng, episodes))      # [M, E, ...]
     levels = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), levels)
-    rules = [x if x is True else jnp.repeat(x, episodes) for x in (max_steps, see_through)]
-    return jax.vmap(reset, (0, 0, None if see_through is True else 0))(levels, *rules)
+    max_steps = jnp.repeat(jnp.array([maze.max_steps for maze in mazes], jnp.int32), episodes)
+    return levels, max_steps, jnp.repeat(jnp.array([m.see_through_walls for m in mazes]), episodes)
 
 
 # --- the teacher's MDP (PAIRED): n_walls wall actions, then the goal, then the agent
@@ -731,7 +730,7 @@ def render(level_or_state, tile=16):
 
 
 def plot_levels(sections, columns=8):
-    """A matplotlib Figure of {title: (Level batch [K, ...], K captions or None)}."""
+    """A matplotlib Figure of {title: (Level batch [K, ...], captions {name: numbers [K]})}."""
     n_rows = [-(-len(levels.agent_dir) // columns) for levels, _ in sections.values()]
     heights = [1.85 * n + 0.45 for n in n_rows]                         # inches
     figure = Figure(figsize=(1.6 * columns, sum(heights)), layout="constrained")
@@ -743,7 +742,8 @@ def plot_levels(sections, columns=8):
             axes.axis("off")
             if k < len(levels.agent_dir):
                 axes.imshow(render(jax.tree.map(lambda x: x[k], levels)))
-                axes.set_title(captions[k] if captions else "", fontsize=8)
+                text = "\n".join(f"{name} {x[k]:.3g}" for name, x in captions.items())
+                axes.set_title(text, fontsize=8)
     return figure
 
 
