@@ -25,20 +25,20 @@ Shapes     T steps, N levels, E copies that play each level, B = N * E trajector
 """
 
 import csv
-import io
+import importlib.util
+import itertools
 import json
 import math
 import os
-import resource
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from itertools import count, product
 from typing import Literal, NamedTuple, get_args, get_origin
 
+import distrax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -62,9 +62,9 @@ class Config:
     # PPO
     lr: float = 1e-4  # Adam's learning rate
     anneal_lr: bool = False  # lower lr (and teacher_lr) linearly, to 0 after num_updates
-    num_updates: int = 30_000  # cycles of the outer loop
+    num_updates: int = 30_000  # cycles
     num_envs: int = 32  # N, levels per cycle
-    num_evals: int = 1  # E, copies that play each level at once
+    num_evals: int = 1  # E, trajectories on each level; more judge a level better
     num_steps: int = 256  # T, steps per trajectory and cycle
     update_epochs: int = 5  # passes over the batch
     num_minibatches: int = 1  # they split trajectories, never time
@@ -91,9 +91,9 @@ class Config:
     teacher_filters: int = 128  # of its convolution; published with s5: 32
     # levels
     n_walls: int = 60  # the teacher's budget: wall cells placed per level
-    height: int = 13  # of the interior, without the outer wall
-    width: int = 13  # likewise
-    max_steps: int = 250  # time limit of an episode
+    height: int = 13  # cells of a level, without the outer wall
+    width: int = 13  # cells of a level, without the outer wall
+    max_steps: int = 250  # time limit of an episode; above num_steps, many count nowhere
     see_through_walls: bool = True  # False: MiniGrid's occlusion
     # evaluation
     eval_interval: int = 50  # updates between evaluations; 0: never
@@ -102,7 +102,7 @@ class Config:
     # run
     seed: int = 0  # the first seed
     seeds: int = 1  # trainings, with seeds from the first on
-    seeds_at_once: int = 0  # trainings that share the devices' memory at once; 0: all
+    seeds_at_once: int = 0  # trainings that share a device's memory at once; 0: all; on a CPU one
     sweep: tuple[str, ...] = ()  # float fields to sweep, as lr=1e-4,3e-4 or lr=log:1e-5:1e-3:8
     sweep_random: int = 0  # that many random points of the sweep; 0: the whole grid
     out: str = ""  # run folder; default: the next free runs/NAME-1, runs/NAME-2, ...
@@ -111,30 +111,10 @@ class Config:
     checkpoint_interval: int = 250  # updates between checkpoints
     archive_interval: int = 0  # updates between kept checkpoint_<update>.msgpack; 0: none
     plot_interval: int = 500  # updates between pictures; 0: only at the end
-    devices: int = 0  # devices to use; 0: as many as deal evenly
-    shard: Literal["seeds", "levels"] = "seeds"  # what is dealt over the devices
-    distributed: bool = False  # one run in several processes, found as jax.distributed does
-    coordinator: str = ""  # where it finds none: host:port of process 0, the same in all
-    num_processes: int = 0  # likewise
-    process_id: int = 0  # likewise; this one's number
-
-
-FLOATS = [f.name for f in fields(Config) if f.type in (float, float | None)]
-STATIC = [f.name for f in fields(Config) if f.name not in FLOATS]
-
-
-def flatten(config):
-    values = vars(config)
-    return [values[name] for name in FLOATS], tuple(values[name] for name in STATIC)
-
-
-def unflatten(static, floats):
-    config = object.__new__(Config)  # without its __init__: JAX also puts placeholders into leaves
-    vars(config).update(zip(FLOATS + STATIC, (*floats, *static)))
-    return config
-
-
-jax.tree_util.register_pytree_node(Config, flatten, unflatten)
+    devices: int = 0  # devices to use, on a CPU cores; 0: as many as deal evenly
+    shard: Literal["", "seeds", "levels"] = ""  # what is dealt over them; "": seeds, if all deal
+    distributed: str = ""  # one run in several processes: auto, as JAX finds them, or HOST:PORT,P,I
+    track: Literal["", "wandb", "trackio"] = ""  # where logs.csv goes as well
 
 
 class Transition(NamedTuple):
@@ -163,10 +143,17 @@ class RunnerState(struct.PyTreeNode):
 
 # --- network
 
+def lstm_cell(z, c):
+    """Gates before their nonlinearities z [4H, B], c [H, B] -> next c, h (Hochreiter 1997)."""
+    i, f, g, o = jnp.split(z, 4)
+    c = nn.sigmoid(f) * c + nn.sigmoid(i) * jnp.tanh(g)
+    return c, nn.sigmoid(o) * jnp.tanh(c)
+
+
 @jax.custom_vjp
 def lstm(carry, x, is_first, w, b):
-    """LSTM (Hochreiter 1997): x [T, B, I], w [4H, I + H], b [4H] -> carry, h [T, B, H]; or, of
-    inputs that are projected already, x [T, B, 4H] and w [4H, H].
+    """LSTM: x [T, B, I], w [4H, I + H], b [4H] -> carry, h [T, B, H]; or, of inputs that are
+    projected already, x [T, B, 4H] and w [4H, H].
 
     On a CPU w @ [x; h] with units first, [I + H, B], is twice as fast as the transposed product.
     The gradient is written by hand: dw is one large product over all steps, not a sum of T."""
@@ -177,38 +164,31 @@ def lstm_forward(carry, x, is_first, w, b):
     def step(carry, inputs):
         x, keep = inputs
         c, h = carry[0] * keep, carry[1] * keep  # [H, B], zero where o_t opens an episode
-        xh = h if projected else jnp.concatenate([x.T, h])  # [I + H, B]
-        z = w @ xh + b[:, None] + (x.T if projected else 0.0)
-        i, f, g, o = jnp.split(z, 4)
-        i, f, g, o = nn.sigmoid(i), nn.sigmoid(f), jnp.tanh(g), nn.sigmoid(o)
-        c_next = f * c + i * g
-        tanh_c = jnp.tanh(c_next)
-        h_next = o * tanh_c
-        return (c_next, h_next), (h_next.T, (xh.T, c, i, f, g, o, tanh_c))
+        z = w @ h + x.T if projected else w @ jnp.concatenate([x.T, h])
+        z = z + b[:, None]
+        c_next, h_next = lstm_cell(z, c)
+        return (c_next, h_next), (h_next.T, (z, c))
 
-    projected = w.shape[1] == carry[1].shape[1]
-    keep = 1.0 - is_first[:, None]
+    projected, keep = w.shape[1] == carry[1].shape[1], 1.0 - is_first[:, None]
     (c, h), (hs, saved) = jax.lax.scan(step, (carry[0].T, carry[1].T), (x, keep))
-    return ((c.T, h.T), hs), (saved, keep, w)
+    return ((c.T, h.T), hs), (x, carry[1], hs, saved, keep, w)
 
 
 def lstm_backward(residuals, gradients):
     def step(d_carry, inputs):
-        d_h, (_, c, i, f, g, o, tanh_c), keep = inputs
-        d_h = d_carry[1] + d_h.T
-        d_c = d_carry[0] + d_h * o * (1 - tanh_c**2)
-        d_z = [d_c * g * i * (1 - i), d_c * c * f * (1 - f), d_c * i * (1 - g**2)]
-        d_z = jnp.concatenate([*d_z, d_h * tanh_c * o * (1 - o)])  # [4H, B]
+        d_h, (z, c), keep = inputs
+        d_z, d_c = jax.vjp(lstm_cell, z, c)[1]((d_carry[0], d_carry[1] + d_h.T))
         d_x, d_h = jnp.split(w.T @ d_z, [w.shape[1] - len(c)])
-        d_x = d_x if len(d_x) else d_z  # projected
-        return (d_c * f * keep, d_h * keep), (d_z.T, d_x.T)
+        return (d_c * keep, d_h * keep), (d_z.T, d_z.T if projected else d_x.T)
 
-    (saved, keep, w), ((d_c, d_h), d_hs) = residuals, gradients
-    inputs = d_hs, saved, keep
+    (x, h_0, hs, saved, keep, w), ((d_c, d_h), d_hs) = residuals, gradients
+    projected, inputs = w.shape[1] == h_0.shape[1], (d_hs, saved, keep)
     (d_c, d_h), (d_z, d_x) = jax.lax.scan(step, (d_c.T, d_h.T), inputs, reverse=True)
+    h = jnp.concatenate([h_0[None], hs[:-1]]) * keep.swapaxes(1, 2)  # before each step
+    xh = h if projected else jnp.concatenate([x, h], axis=-1)
     flat = lambda x: x.reshape(-1, x.shape[-1])  # [T * B, ...]
     # the barrier keeps XLA from transposing the product, which would take longer
-    d_w = jax.lax.optimization_barrier(flat(saved[0]).T @ flat(d_z)).T
+    d_w = jax.lax.optimization_barrier(flat(xh).T @ flat(d_z)).T
     return (d_c.T, d_h.T), d_x, None, d_w, d_z.sum((0, 1))
 
 
@@ -249,8 +229,7 @@ class GatedCore(nn.Module):
 
         def kernel(rng):  # [gates * H, I + H], for h orthogonal for each gate
             rng, *rngs = jax.random.split(rng, 1 + gates)
-            orthogonal = nn.initializers.orthogonal()
-            w_h = jnp.vstack([orthogonal(rng, (self.size, self.size)) for rng in rngs])
+            w_h = jnp.vstack([orthogonal(1.0)(rng, (self.size, self.size)) for rng in rngs])
             lecun_normal = nn.initializers.lecun_normal(in_axis=1, out_axis=0)
             w_x = [] if project else [lecun_normal(rng, (gates * self.size, x.shape[-1]))]
             return jnp.hstack([*w_x, w_h])
@@ -267,6 +246,14 @@ class FeedForward(nn.Module):
         return carry, x
 
 
+def orthogonal(scale):
+    """flax's initialiser, one seed after the other: on a CPU a QR decomposition that is batched
+    over seeds can block jaxlib's threads for ever."""
+    draw = lambda rng, shape: nn.initializers.orthogonal()(rng, shape)
+    in_turn = lambda shape: jax.custom_batching.sequential_vmap(partial(draw, shape=shape))
+    return lambda rng, shape, dtype=None: scale * in_turn(shape)(rng)
+
+
 def make_core(rnn, size, s5_layers, s5_norm):
     if rnn == "s5":
         return S5(d_model=size, ssm_size=size, n_layers=s5_layers, norm=s5_norm)
@@ -281,25 +268,24 @@ def convolution(image, filters):
     corners = [(i, j) for i in range(3) for j in range(3)]
     patches = [image[..., i : height - 2 + i, j : width - 2 + j, :] for i, j in corners]
     patches = jnp.concatenate(patches, axis=-1) / 10.0  # [..., h - 2, w - 2, 27]
-    x = nn.Dense(filters, kernel_init=nn.initializers.orthogonal(2**0.5), name="conv")(patches)
+    x = nn.Dense(filters, kernel_init=orthogonal(2**0.5), name="conv")(patches)
     return nn.relu(x).reshape(*batch, -1)
 
 
 class ActorCritic(nn.Module):
-    """The student: obs, is_first [T, B] -> carry, logits [T, B, 7], V [T, B]; acting is T = 1."""
+    """The student: obs, is_first [T, B] -> carry, policy, V [T, B]; acting is T = 1."""
 
     core: nn.Module
 
     @nn.compact
     def __call__(self, carry, obs, is_first):
-        orthogonal = nn.initializers.orthogonal
         direction = nn.Embed(4, 5, embedding_init=orthogonal(1.0))(obs.direction)
         x = jnp.concatenate([convolution(obs.image, 16), direction], axis=-1)  # [T, B, 149]
         carry, x = self.core(carry, x, is_first)
         hidden = lambda: jnp.tanh(nn.Dense(32, kernel_init=orthogonal(2**0.5))(x))
         logits = nn.Dense(amaze.NUM_ACTIONS, kernel_init=orthogonal(0.01))(hidden())
         value = nn.Dense(1, kernel_init=orthogonal(1.0))(hidden())
-        return carry, logits, value[..., 0]
+        return carry, distrax.Categorical(logits), value[..., 0]
 
 
 class TeacherActorCritic(nn.Module):
@@ -312,14 +298,13 @@ class TeacherActorCritic(nn.Module):
 
     @nn.compact
     def __call__(self, carry, obs, is_first):
-        orthogonal = nn.initializers.orthogonal
         time = nn.Embed(self.num_steps, 10, embedding_init=orthogonal(1.0))(obs.time)
         x = [convolution(obs.image, self.filters), time, obs.noise]
         carry, x = self.core(carry, jnp.concatenate(x, axis=-1), is_first)
         hidden = lambda: jnp.tanh(nn.Dense(32, kernel_init=orthogonal(2**0.5))(x))
         logits = nn.Dense(self.num_cells, kernel_init=orthogonal(0.01))(hidden())
         value = nn.Dense(1, kernel_init=orthogonal(1.0))(hidden())
-        return carry, logits, value[..., 0]
+        return carry, distrax.Categorical(logits), value[..., 0]
 
 
 # --- pure functions
@@ -337,6 +322,29 @@ def gae(reward, value, last_value, done, gamma, gae_lambda):
 
     carry = (jnp.zeros_like(last_value), last_value)
     return jax.lax.scan(step, carry, (reward, value, 1.0 - done), reverse=True)[1]
+
+
+def first_episodes(reward, done):
+    """Return and length of the first episodes in a batch [T, B], and whether they ended; [B].
+
+    Statistics are of these: of later ones mostly short, solved ones end within T steps."""
+    playing = jnp.cumsum(done, axis=0) - done == 0  # [T, B]
+    return (reward * playing).sum(0), playing.sum(0), done.any(0)
+
+
+def episode_stats(total, length, ended, where=True):
+    """Means over first episodes that ended, of the trajectories `where` [B]; NaN if none."""
+    stats = {"return": total, "solve_rate": total > 0, "episode_length": length}
+    return {name: jnp.mean(x, where=ended & where) for name, x in stats.items()}
+
+
+def level_stats(levels, solution, where=True):
+    """Walls, shortest path (cells) and solvable share of the levels `where` [N]."""
+    return {
+        "walls": jnp.mean(levels.wall_map.sum((-2, -1)), where=where),
+        "path_length": jnp.mean(solution.path_length, where=solution.solvable & where),
+        "solvable": jnp.mean(solution.solvable, where=where),
+    }
 
 
 def episode_sums(x, done):
@@ -364,31 +372,26 @@ def regret(kind, mean, best):
     return best.max(0) - mean.mean(0) if kind == "population" else -mean.mean(0)
 
 
-def optimiser(config, lr):
-    return optax.chain(
-        optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr, eps=1e-5)
-    )
+def make_train(config, devices=1):
+    """train(rng) -> (RunnerState, metrics), one whole training; its parts: train.init(rng),
+    train.update(state, steps), train.show(state) -> the levels in training; and what evaluate.py
+    plays with: train.act, train.initial_carry, train.reset, train.step.
 
-
-def make_train(config, shards=1):
-    """train(rng) -> (RunnerState, metrics), one whole training; and its parts: train.init(rng),
-    train.update(state, steps), train.show(state) -> the levels in training, train.act to play.
-
-    shards: over how many devices (pmap's axis "shards") the levels of one training are split."""
+    devices: over how many, the mesh's axis "devices", the work of this training is split."""
     check(config)
+    room = config.height * config.width - 2  # agent and goal need a cell each
+    demand(config.n_walls <= room, config, "n_walls", f"at most {room}")
+    allowed = f"a divisor of {config.num_envs}, the levels of a cycle"
+    demand(config.num_envs % config.num_minibatches == 0, config, "num_minibatches", allowed)
     if config.regret == "paired":
         demand(config.num_students == 2, config, "num_students", "2 with regret paired")
     if config.regret == "population":
         demand(config.num_students >= 2, config, "num_students", "2 or more with regret population")
-    num_levels = config.num_envs // shards  # N on this device
-    batch = num_levels * config.num_evals
-    allowed = f"a divisor of {batch}, the trajectories on a device"
-    demand(batch % config.num_minibatches == 0, config, "num_minibatches", allowed)
-    allowed = f"a divisor of {num_levels}, the teacher's trajectories"
-    demand(num_levels % config.num_minibatches == 0, config, "num_minibatches", allowed)
     core = make_core(config.rnn, config.hidden_size, config.s5_layers, config.s5_norm)
     network = ActorCritic(core)
-    mazes = amaze.SUITES.get(config.eval_suite) or config.eval_suite.split(",")
+    mazes = maze_names(config.eval_suite)
+    clip = optax.clip_by_global_norm(config.max_grad_norm)
+    optimiser = lambda lr: optax.chain(clip, optax.adam(lr, eps=1e-5))
     grid = dict(n_walls=config.n_walls, height=config.height, width=config.width)
     num_cells, num_places = config.height * config.width, config.n_walls + 2
     own = "lr gamma gae_lambda ent_coef rnn hidden_size".split()
@@ -399,101 +402,113 @@ def make_train(config, shards=1):
     teacher_network = TeacherActorCritic(teacher_core, *size)
 
     def new_student(rng):
-        obs = amaze.Observation(jnp.zeros((1, 1, 5, 5, 3)), jnp.zeros((1, 1), int))
+        level = amaze.sample_level(rng, config.n_walls, config.height, config.width)
+        obs = jax.tree.map(lambda x: x[None, None], reset(level)[0])
         params = network.init(rng, core.initial_carry(1), obs, jnp.zeros((1, 1), bool))
-        return Agent(params, optimiser(config, 0.0).init(params))  # whatever the learning rate
+        return Agent(params, optimiser(0.0).init(params))  # whatever the learning rate
 
     def new_teacher(rng):
         obs = jax.tree.map(lambda x: x[None, None], amaze.teacher_reset(rng, **grid)[0])
         inputs = teacher_core.initial_carry(1), obs, jnp.zeros((1, 1), bool)
         params = teacher_network.init(rng, *inputs)
-        return Agent(params, optimiser(teacher_config, 0.0).init(params))
+        return Agent(params, optimiser(0.0).init(params))
 
     def init(rng):
         rng, rng_student, rng_teacher = jax.random.split(rng, 3)
         students = jax.vmap(new_student)(jax.random.split(rng_student, config.num_students))
         return RunnerState(rng, jnp.zeros((), int), students, new_teacher(rng_teacher))
 
-    def shard_key(rng):
-        return jax.random.fold_in(rng, jax.lax.axis_index("shards")) if shards > 1 else rng
+    # On several devices each plays its share of the trajectories, and learns from its share of a
+    # minibatch; all else (levels, keys, scores, statistics) they all hold and compute alike.
 
-    def mean(x, where=True):
-        """Mean of x where `where`, over all shards; NaN if nowhere."""
-        where = jnp.broadcast_to(where, x.shape)
-        sums = jnp.where(where, x, 0).sum(), where.sum()
-        total, count = jax.lax.psum(sums, "shards") if shards > 1 else sums
-        return total / count
+    def share(x):
+        """This device's part of an array [B, ...]."""
+        parts = x.reshape(devices, -1, *x.shape[1:])
+        return parts[jax.lax.axis_index("devices") if devices > 1 else 0]
+
+    def gather(tree, axis):
+        """The whole arrays, of which the devices have their parts."""
+        whole = partial(jax.lax.all_gather, axis_name="devices", axis=axis, tiled=True)
+        return jax.tree.map(whole, tree) if devices > 1 else tree
+
+    average = partial(jax.lax.pmean, axis_name="devices") if devices > 1 else lambda tree: tree
+
+    def reset(level, max_steps=config.max_steps, see_through_walls=config.see_through_walls):
+        """o_0, state, of a level or a queue of levels [K, ...]."""
+        return amaze.reset(level, max_steps, see_through_walls)
+
+    def step(state, action, restart=False):
+        """o_{t+1}, state, r_t, d_t; restart: on done, o and state open the queue's next episode."""
+        return (amaze.step_and_reset if restart else amaze.step)(state, action)
 
     def act(network, params, carry, obs, is_first, noise):
-        """A step of B agents -> carry, a_t, log pi(a_t), V; argmax(logits + noise) samples."""
+        """A step of B agents -> carry, a_t, log pi(a_t), V. Gumbel noise makes argmax sample."""
         inputs = jax.tree.map(lambda x: x[None], (obs, is_first))
-        carry, logits, value = network.apply(params, carry, *inputs)
-        action = jnp.argmax(logits[0] + noise, axis=-1)
-        log_prob = nn.log_softmax(logits[0])[jnp.arange(len(action)), action]
-        return carry, action, log_prob, value[0]
+        carry, policy, value = network.apply(params, carry, *inputs)
+        action = jnp.argmax(policy.logits + noise, axis=-1)
+        return carry, action[0], policy.log_prob(action)[0], value[0]
 
     def design(rng, params):
         """The teacher's episode on N empty grids -> batch [L, N] without reward, levels [N]."""
-        rng_reset, rng_step, rng_noise = jax.random.split(shard_key(rng), 3)
-        reset = partial(amaze.teacher_reset, **grid)
-        obs, env_state = jax.vmap(reset)(jax.random.split(rng_reset, num_levels))
-        rngs = jax.random.split(rng_step, (num_places, num_levels))
-        noise = jax.random.gumbel(rng_noise, (num_places, num_levels, num_cells))
+        rngs = jax.vmap(partial(jax.random.split, num=3))(jax.random.split(rng, config.num_envs))
+        rng_reset, rng_step, rng_noise = share(rngs).T
+        obs, env_state = jax.vmap(partial(amaze.teacher_reset, **grid))(rng_reset)
+        noise = partial(jax.random.gumbel, shape=(num_places, num_cells))
+        noise = jax.vmap(noise, out_axes=1)(rng_noise)
+        rngs = jax.vmap(partial(jax.random.split, num=num_places), out_axes=1)(rng_step)
 
-        def step(carry, x):
+        def design_step(carry, x):
             memory, obs, env_state, is_first = carry
             rngs, noise = x
             inputs = memory, obs, is_first, noise
             memory, action, log_prob, value = act(teacher_network, params, *inputs)
             next_obs, env_state, done = jax.vmap(amaze.teacher_step)(rngs, env_state, action)
-            reward = jnp.zeros(num_levels)
+            reward = jnp.zeros(len(done))
             transition = Transition(obs, is_first, action, log_prob, value, reward, done)
             return (memory, next_obs, env_state, done), transition
 
-        memory, is_first = teacher_core.initial_carry(num_levels), jnp.ones(num_levels, bool)
-        carry, batch = jax.lax.scan(step, (memory, obs, env_state, is_first), (rngs, noise))
-        return batch, jax.vmap(amaze.teacher_level)(carry[2])
+        number = len(rng_reset)
+        carry = teacher_core.initial_carry(number), obs, env_state, jnp.ones(number, bool)
+        (_, _, env_state, _), batch = jax.lax.scan(design_step, carry, (rngs, noise))
+        return gather(batch, axis=1), gather(jax.vmap(amaze.teacher_level)(env_state), axis=0)
 
     def rollout(rng, params, queue):
-        """T steps on E copies of N levels -> batch [T, B], V(o_T); episode k of environment n
-        plays queue[n, k % K] of the levels [N, K]."""
-        rules = dict(max_steps=config.max_steps, see_through_walls=config.see_through_walls)
+        """T steps on E copies of N levels -> batch [T, B], V(o_T) [B]; episode k of trajectory b
+        plays queue[b // E, k % K] of the levels [N, K]."""
         queue = jax.tree.map(lambda x: jnp.repeat(x, config.num_evals, axis=0), queue)
-        obs, env_state = jax.vmap(partial(amaze.reset, **rules))(queue)
-        is_first = jnp.ones(len(queue.agent_dir), bool)
-        # all noise at once: a few large operations are faster than many small ones
-        shape = (config.num_steps + 1, len(is_first), amaze.NUM_ACTIONS)
-        noise = jax.random.gumbel(shard_key(rng), shape)
+        rngs = jax.random.split(rng, len(queue.agent_dir))
+        queue, rngs = jax.tree.map(share, (queue, rngs))
+        obs, env_state = jax.vmap(reset)(queue)
+        gumbel = partial(jax.random.gumbel, shape=(config.num_steps + 1, amaze.NUM_ACTIONS))
+        noise = jax.vmap(gumbel, out_axes=1)(rngs)  # at once: faster than step by step
 
-        def step(carry, noise):
+        def play_step(carry, noise):
             memory, obs, env_state, is_first = carry
             memory, action, log_prob, value = act(network, params, memory, obs, is_first, noise)
-            next_obs, env_state, reward, done = jax.vmap(amaze.step_and_reset)(env_state, action)
+            moved = jax.vmap(partial(step, restart=True))(env_state, action)
+            next_obs, env_state, reward, done = moved
             transition = Transition(obs, is_first, action, log_prob, value, reward, done)
             return (memory, next_obs, env_state, done), transition
 
-        carry = (core.initial_carry(len(is_first)), obs, env_state, is_first)
-        (memory, obs, _, is_first), batch = jax.lax.scan(step, carry, noise[:-1])
-        return batch, act(network, params, memory, obs, is_first, noise[-1])[3]
+        carry = core.initial_carry(len(rngs)), obs, env_state, jnp.ones(len(rngs), bool)
+        (memory, obs, _, is_first), batch = jax.lax.scan(play_step, carry, noise[:-1])
+        last_value = act(network, params, memory, obs, is_first, noise[-1])[3]
+        return gather(batch, axis=1), gather(last_value, axis=0)
 
     def loss(params, network, config, batch, advantage, target):
         """PPO's clipped objective (1707.06347, eq. 7 and 9), the value's likewise clipped."""
         carry = network.core.initial_carry(advantage.shape[1])
-        _, logits, value = network.apply(params, carry, batch.obs, batch.is_first)
-        log_probs = nn.log_softmax(logits)
-        log_prob = jnp.take_along_axis(log_probs, batch.action[..., None], axis=-1)[..., 0]
-        log_ratio = log_prob - batch.log_prob
+        _, policy, value = network.apply(params, carry, batch.obs, batch.is_first)
+        log_ratio = policy.log_prob(batch.action) - batch.log_prob
         ratio = jnp.exp(log_ratio)
-        clip = lambda x: jnp.clip(x, -config.clip_eps, config.clip_eps)
-        advantage = advantage - mean(advantage)
-        advantage = advantage / (jnp.sqrt(mean(advantage**2)) + 1e-5)
-        gain = jnp.minimum(ratio * advantage, (1 + clip(ratio - 1)) * advantage)
-        clipped_value = batch.value + clip(value - batch.value)
+        near = lambda x, center: center + jnp.clip(x - center, -config.clip_eps, config.clip_eps)
+        gain = jnp.minimum(ratio * advantage, near(ratio, 1) * advantage)
+        clipped_value = near(value, batch.value)
         error = jnp.maximum((value - target) ** 2, (clipped_value - target) ** 2)
         metrics = {
             "policy_loss": -gain.mean(),
             "value_loss": 0.5 * error.mean(),
-            "entropy": -(jnp.exp(log_probs) * log_probs).sum(-1).mean(),
+            "entropy": policy.entropy().mean(),
             "approx_kl": (ratio - 1 - log_ratio).mean(),
             "clip_fraction": (jnp.abs(ratio - 1) > config.clip_eps).mean(),
         }
@@ -508,78 +523,73 @@ def make_train(config, shards=1):
         target = advantage + batch.value
 
         def minibatch(agent, columns):
-            data = jax.tree.map(lambda x: x[:, columns], (batch, advantage, target))
-            grads, metrics = jax.grad(loss, has_aux=True)(agent.params, network, config, *data)
-            if shards > 1:
-                grads, metrics = jax.lax.pmean((grads, metrics), "shards")
-            updates, opt_state = optimiser(config, lr).update(grads, agent.opt_state)
+            mean, std = advantage[:, columns].mean(), advantage[:, columns].std()
+            data = batch, (advantage - mean) / (std + 1e-5), target
+            mine = share(columns)
+            data = jax.tree.map(lambda x: x[:, mine], data)
+            inputs = agent.params, network, config, *data
+            grads, metrics = average(jax.grad(loss, has_aux=True)(*inputs))
+            updates, opt_state = optimiser(lr).update(grads, agent.opt_state)
             agent = Agent(optax.apply_updates(agent.params, updates), opt_state)
-            return agent, metrics | {"grad_norm": optax.global_norm(grads)}
+            norms = {"grad_norm": grads, "param_norm": agent.params}
+            return agent, metrics | {k: optax.global_norm(x) for k, x in norms.items()}
 
         rngs = jax.random.split(rng, config.update_epochs)
         order = jax.vmap(lambda rng: jax.random.permutation(rng, advantage.shape[1]))(rngs)
         order = order.reshape(config.update_epochs * config.num_minibatches, -1)
         agent, metrics = jax.lax.scan(minibatch, agent, order)
-        variance = lambda x: mean((x - mean(x)) ** 2)
-        explained = 1 - variance(advantage) / variance(target)
-        return agent, jax.tree.map(jnp.mean, metrics) | {"explained_variance": explained}
+        metrics["explained_variance"] = 1 - advantage.var() / jnp.maximum(target.var(), 1e-8)
+        # in metrics NaN means that nothing was measured; what is not finite is inf
+        finite = lambda x: jnp.where(jnp.isfinite(x), x, jnp.inf)
+        return agent, {name: finite(x.mean()) for name, x in metrics.items()}
 
-    def evaluate(rng, params):
-        """Solve rate and return on each test maze, and their means."""
-        rng_mazes, rng_noise = jax.random.split(rng)
-        obs, env_state = amaze.reset_mazes(rng_mazes, mazes, config.eval_episodes)
-        batch = len(mazes) * config.eval_episodes
+    def play(rng, params, levels, *rules):
+        """One episode on each level [B] -> returns [B]."""
+        obs, env_state = jax.vmap(reset)(levels, *rules)
+        number = len(levels.agent_dir)
 
-        def step(carry):
+        def play_step(carry):
             t, memory, obs, env_state, playing, total = carry
-            shape = (batch, amaze.NUM_ACTIONS)
-            noise = jax.random.gumbel(jax.random.fold_in(rng_noise, t), shape)
-            is_first = jnp.full(batch, t == 0)
+            noise = jax.random.gumbel(jax.random.fold_in(rng, t), (number, amaze.NUM_ACTIONS))
+            is_first = jnp.full(number, t == 0)
             memory, action, _, _ = act(network, params, memory, obs, is_first, noise)
-            obs, env_state, reward, done = jax.vmap(amaze.step)(env_state, action)
+            obs, env_state, reward, done = jax.vmap(step)(env_state, action)
             return t + 1, memory, obs, env_state, playing & ~done, total + reward * playing
 
-        memory, playing = core.initial_carry(batch), jnp.ones(batch, bool)
-        carry = (0, memory, obs, env_state, playing, jnp.zeros(batch))
-        total = jax.lax.while_loop(lambda carry: carry[4].any(), step, carry)[5]
-        total = total.reshape(len(mazes), config.eval_episodes)
-        scores = {"eval_solve_rate": (total > 0).mean(1), "eval_return": total.mean(1)}
-        means = {name: score.mean() for name, score in scores.items()}
-        return means | {f"{k}/{m}": x[i] for k, x in scores.items() for i, m in enumerate(mazes)}
+        memory, playing = core.initial_carry(number), jnp.ones(number, bool)
+        carry = (0, memory, obs, env_state, playing, jnp.zeros(number))
+        return jax.lax.while_loop(lambda carry: carry[4].any(), play_step, carry)[5]
 
-    learn_student, learn_teacher = partial(learn, network), partial(learn, teacher_network)
-    if jax.default_backend() == "cpu":
-        # vmapped seeds take turns, there as fast or faster than at once; and a batched QR
-        # decomposition, for orthogonal kernels, can block jaxlib's threads for ever
-        in_turn = lambda f: jax.custom_batching.sequential_vmap(jax.jit(f))  # constants stay inside
-        new_student, rollout = in_turn(new_student), in_turn(rollout)
-        new_teacher, design = in_turn(new_teacher), in_turn(design)
-        learn_student, learn_teacher = in_turn(learn_student), in_turn(learn_teacher)
-        evaluate = in_turn(evaluate)
+    def over_students(function, *args):
+        """vmap over the students [S, ...]; on a CPU they are faster in turn."""
+        at_once = None if jax.default_backend() == "cpu" else config.num_students
+        return jax.lax.map(lambda args: function(*args), args, batch_size=at_once)
 
-    def nothing(function, *args):
-        """NaN in the shape of function's metrics."""
-        shapes = jax.eval_shape(function, *args)
-        return jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), shapes)
+    def evaluate(rng, students):
+        """The students, and each one's solve rate and return on each test maze, and their means."""
+        rng_mazes, rng_play = jax.random.split(rng)
+        levels = amaze.sample_mazes(rng_mazes, mazes, config.eval_episodes)
+        total = over_students(lambda params: play(rng_play, params, *levels), students.params)
+        total = total.reshape(len(total), len(mazes), config.eval_episodes)
+        scores = {"eval_solve_rate": (total > 0).mean(2), "eval_return": total.mean(2)}
+        each = {f"{k}/{m}": x[:, i] for k, x in scores.items() for i, m in enumerate(mazes)}
+        return students, each | {name: score.mean(1) for name, score in scores.items()}
 
-    def episode_stats(batch, where=True):
-        """Return, solve rate and length of the episodes that ended in the columns `where` [B]."""
-        total = episode_sums(batch.reward, batch.done)
-        length = episode_sums(jnp.ones_like(batch.reward), batch.done)
-        stats = {"return": total, "solve_rate": total > 0, "episode_length": length}
-        return {name: mean(x, batch.done & where) for name, x in stats.items()}
+    def skip(function):
+        """Stands in for function(rng, state, ...) -> state, metrics: not measured is NaN."""
 
-    def level_stats(levels, solution, where=True):
-        """Walls, shortest path (cells) and solvable share of the levels `where` [N]."""
-        return {
-            "walls": mean(levels.wall_map.sum((-2, -1)), where),
-            "path_length": mean(solution.path_length, solution.solvable & where),
-            "solvable": mean(solution.solvable, where),
-        }
+        def skipped(rng, state, *args):
+            shapes = jax.eval_shape(function, rng, state, *args)[1]
+            return state, jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), shapes)
+
+        return skipped
+
+    def cycle_rngs(state):
+        """The keys of a cycle: levels, rollouts, students' and teacher's learning, evaluation."""
+        return jax.random.split(jax.random.fold_in(state.rng, state.step), 5)
 
     def cycle(state, _):
-        rng = jax.random.fold_in(state.rng, state.step)
-        rng_levels, rng_rollout, rng_learn, rng_teacher, rng_eval = jax.random.split(rng, 5)
+        rng_levels, rng_rollout, rng_learn, rng_teacher, rng_eval = cycle_rngs(state)
         step = state.step + 1
 
         # 1. THE TEACHER DESIGNS N LEVELS
@@ -588,8 +598,8 @@ def make_train(config, shards=1):
         # 2. THE STUDENTS PLAY THEM
         queue = jax.tree.map(lambda x: x[:, None], levels)
         rngs = jax.random.split(rng_rollout, config.num_students)
-        play = jax.vmap(rollout, (0, 0, None))
-        batch, last_value = play(rngs, state.students.params, queue)  # [S, T, B], [S, B]
+        play_designs = partial(rollout, queue=queue)
+        batch, last_value = over_students(play_designs, rngs, state.students.params)  # [S, T, B]
 
         # 3. REGRET
         total = jax.vmap(episode_sums)(batch.reward, batch.done)
@@ -601,36 +611,36 @@ def make_train(config, shards=1):
         decay = 1 - state.step / config.num_updates if config.anneal_lr else 1.0
         lr = config.lr * decay
         rngs = jax.random.split(rng_learn, config.num_students)
-        learn_all = jax.vmap(learn_student, (None, 0, 0, None, 0, 0))
-        students, metrics = learn_all(config, rngs, state.students, lr, batch, last_value)
+        learn_student = lambda rng, *data: learn(network, config, rng, data[0], lr, *data[1:])
+        students, metrics = over_students(learn_student, rngs, state.students, batch, last_value)
 
         # 5. THE TEACHER LEARNS
-        zeros = jnp.zeros(num_levels)  # after the last step of a design there is no value
-        inputs = state.teacher, teacher_config.lr * decay, designs, zeros
-        teacher, losses = learn_teacher(teacher_config, rng_teacher, *inputs)
+        zeros = jnp.zeros(config.num_envs)  # after the last step of a design there is no value
+        inputs = rng_teacher, state.teacher, teacher_config.lr * decay, designs, zeros
+        teacher, losses = learn(teacher_network, teacher_config, *inputs)
 
         # 6. EVALUATE
-        metrics |= {f"train_{name}": x for name, x in jax.vmap(episode_stats)(batch).items()}
+        episode = jax.vmap(first_episodes)(batch.reward, batch.done)
+        metrics |= {f"train_{name}": x for name, x in jax.vmap(episode_stats)(*episode).items()}
         if config.eval_interval:
             due = (step % config.eval_interval == 0) | (step == config.num_updates)
-            test = jax.vmap(evaluate, (None, 0))
-            metrics |= jax.lax.cond(due, test, partial(nothing, test), rng_eval, students.params)
+            metrics |= jax.lax.cond(due, evaluate, skip(evaluate), rng_eval, students)[1]
         others = [f"student_{i}_" for i in range(1, config.num_students)]
         names = ["", *(["antagonist_"] if config.regret == "paired" else others)]
         metrics = {who + k: x[i] for i, who in enumerate(names) for k, x in metrics.items()}
-        metrics |= {f"teacher_{name}": x for name, x in losses.items()} | {"regret": mean(reward)}
+        metrics |= {f"teacher_{name}": x for name, x in losses.items()} | {"regret": reward.mean()}
+        # the command line needs these two: PPO updates so far, rollouts of N * E * T steps so far
         metrics |= {"grad_updates": step, "rollouts": step * config.num_students}
         metrics |= level_stats(levels, jax.vmap(amaze.solve)(levels)) | {"lr": jnp.asarray(lr)}
         return state.replace(step=step, students=students, teacher=teacher), metrics
 
     def update(state, steps):
-        """`steps` cycles -> RunnerState, metrics: name -> [steps]."""
+        """-> RunnerState after that many cycles, metrics: name -> [steps]."""
         return jax.lax.scan(cycle, state, None, length=steps)
 
     def show(state):
         """The levels that the next update starts with: title -> (levels, captions)."""
-        rng_levels = jax.random.split(jax.random.fold_in(state.rng, state.step), 5)[0]
-        levels = design(rng_levels, state.teacher.params)[1]
+        levels = design(cycle_rngs(state)[0], state.teacher.params)[1]
         captions = {"path": jax.vmap(amaze.solve)(levels).path_length}
         return {"the teacher's designs": (levels, captions)}
 
@@ -639,29 +649,36 @@ def make_train(config, shards=1):
 
     train.init, train.update, train.show = init, update, show
     train.act, train.initial_carry = partial(act, network), core.initial_carry
+    train.reset, train.step = reset, step
     return train
 
 
 # --- command line
-# The same in each file. A run is a list of rows: a seed and its swept values. Rows form groups:
-# what fits at once. A group is one program, mapped over devices, vmapped over rows: [D, R, ...].
+# The same in each file. A run is a list of rows: a seed and its swept values. One program trains
+# them all; every array of state is [R, ...], here, in checkpoints and on any number of devices.
 # Several processes (--distributed) all do the same; only the first, 0, writes.
 
+SCRIPT = Path(__file__).name
+FLOATS = [f.name for f in fields(Config) if f.type in (float, float | None)]
+maze_names = lambda suite: amaze.SUITES.get(suite) or suite.split(",")
+CURVES = "train_solve_rate", "eval_solve_rate"  # what curves.png and the progress bar show
+gather = partial(multihost_utils.process_allgather, tiled=True)  # whole, in each process
 ALLOWED = {
     "at least 0": (lambda v: v >= 0, """lr ent_coef vf_coef n_walls num_edits eval_interval seed
         archive_interval plot_interval devices seeds_at_once sweep_random teacher_lr
-        teacher_ent_coef num_processes process_id"""),
+        teacher_ent_coef"""),
     "at least 1": (lambda v: v >= 1, """num_updates num_envs num_evals num_steps update_epochs seeds
         num_minibatches hidden_size s5_layers max_steps eval_episodes log_interval num_students
-        checkpoint_interval buffer_size teacher_hidden_size teacher_filters"""),
-    "at least 2": (lambda v: v >= 2, "height width"),
+        checkpoint_interval buffer_size teacher_hidden_size teacher_filters score_interval"""),
+    "at least 2": (lambda v: v >= 2, "height width candidate_evals"),
     "above 0": (lambda v: v > 0, "clip_eps max_grad_norm temperature"),
     "from 0 to 1": (lambda v: 0 <= v <= 1, """gamma gae_lambda replay_prob staleness_coef min_fill
         teacher_gamma teacher_gae_lambda"""),
+    f"a suite ({', '.join(amaze.SUITES)}) or mazes ({', '.join(amaze.TEST_MAZES)})":
+        (lambda v: {*maze_names(v)} <= {*amaze.TEST_MAZES}, "eval_suite"),
 }  # fmt: skip
-# what may differ when a run is resumed; the processes are always as given anew
-FREE = "resume out checkpoint_interval archive_interval plot_interval devices seeds_at_once".split()
-PROCESSES = "distributed coordinator num_processes process_id".split()
+FREE = """resume out devices shard seeds_at_once distributed track checkpoint_interval
+    archive_interval plot_interval""".split()  # may differ when a run is resumed
 
 
 class BadConfig(ValueError):
@@ -684,46 +701,32 @@ def check(config):
         for allowed, (test, names) in ALLOWED.items():
             if f.name in names.split() and not isinstance(value, jax.Array):
                 demand(test(value), config, f.name, allowed)
-    known = f"a suite ({', '.join(amaze.SUITES)}) or mazes ({', '.join(amaze.TEST_MAZES)})"
-    mazes = amaze.SUITES.get(config.eval_suite) or config.eval_suite.split(",")
-    demand(set(mazes) <= set(amaze.TEST_MAZES), config, "eval_suite", known)
-    room = config.height * config.width - 2
-    demand(config.n_walls <= room, config, "n_walls", f"at most {room}: two cells stay free")
-    batch = config.num_envs * config.num_evals
-    allowed = f"a divisor of {batch}, the trajectories"
-    demand(batch % config.num_minibatches == 0, config, "num_minibatches", allowed)
-
-
-def sweep_values(config, sweep, rng):
-    """`lr=1e-4,3e-4` or `lr=log:1e-5:1e-3:8` -> name, values: the grid's, or sweep_random drawn."""
-    name, _, values = sweep.partition("=")
-    if name not in FLOATS:
-        why = f"a float: {', '.join(FLOATS)}; for other fields, a run for each value"
-        raise BadConfig(f"sweep = {sweep!r}: allowed is {why}")
-    try:
-        if not values.startswith("log:"):
-            values = [float(value) for value in values.split(",")]
-            random = rng.choice(values, config.sweep_random)
-        else:
-            low, high, number = values[4:].split(":")
-            if int(number) < 1:
-                raise ValueError
-            values = np.geomspace(float(low), float(high), int(number)).tolist()
-            random = np.exp(rng.uniform(*np.log([values[0], values[-1]]), config.sweep_random))
-    except ValueError:
-        allowed = f"{name}=0.1,0.2 or {name}=log:0.01:0.1:8"
-        raise BadConfig(f"sweep = {sweep!r}: allowed is {allowed}") from None
-    return name, random.tolist() if config.sweep_random else values
+    known = not config.track or importlib.util.find_spec(config.track)
+    demand(known, config, "track", f"what is installed: pip install {config.track}")
 
 
 def make_rows(config):
-    """The rows: a dict of seed and swept floats for each; every point of a sweep has all seeds."""
-    names = [sweep.partition("=")[0] for sweep in config.sweep]
-    demand(len({*names}) == len(names), config, "sweep", "each field once")
-    demand(names or not config.sweep_random, config, "sweep_random", "0 without --sweep")
-    rng = np.random.default_rng(config.seed)
-    swept = dict(sweep_values(config, sweep, rng) for sweep in config.sweep)
-    points = zip(*swept.values()) if config.sweep_random else product(*swept.values())
+    """The rows: a dict of seed and swept floats for each; every point of a sweep has all seeds.
+    The points are a grid of `lr=1e-4,3e-4` and `lr=log:1e-5:1e-3:8`, or sweep_random ones drawn."""
+    rng, swept, number = np.random.default_rng(config.seed), {}, config.sweep_random
+    demand(config.sweep or not number, config, "sweep_random", "0 without --sweep")
+    for sweep in config.sweep:
+        name, _, text = sweep.partition("=")
+        try:
+            if text.startswith("log:"):
+                low, high, steps = text[4:].split(":")
+                values = np.geomspace(float(low), float(high), int(steps))
+                drawn = np.exp(rng.uniform(*np.log(values[[0, -1]]), number))
+            else:
+                values = np.array(text.split(","), float)
+                drawn = rng.choice(values, number)
+            swept[FLOATS[FLOATS.index(name)]] = (drawn if number else values).tolist()
+        except (ValueError, IndexError):
+            allowed = f"NAME=0.1,0.2 or NAME=log:0.01:0.1:8, NAME a float: {', '.join(FLOATS)}"
+            why = f"sweep = {sweep!r}: allowed is {allowed}; for other fields, a run for each value"
+            raise BadConfig(why) from None
+    demand(len(swept) == len(config.sweep), config, "sweep", "each field once")
+    points = zip(*swept.values()) if number else itertools.product(*swept.values())
     points = [dict(zip(swept, point)) for point in points]
     for point in points:
         check(replace(config, **point))
@@ -731,101 +734,62 @@ def make_rows(config):
     return [{"seed": seed} | point for point in points for seed in seeds]
 
 
-def choose_devices(config, sizes):
-    """The devices to use: --devices, or as many as deal evenly; sizes: the rows of each group."""
-    parts = sizes if config.shard == "seeds" else [config.num_envs]
-    here = jax.devices()
-    number = config.devices or math.gcd(len(here), *parts)
-    demand(number <= len(here), config, "devices", f"at most {len(here)}, the devices here")
-    if jax.process_count() > 1:
-        number = config.devices or len(here)
-        allowed = f"0 or {len(here)}, the devices of all processes"
-        demand(number == len(here), config, "devices", allowed)
-    for part in parts:
-        what = "the trainings at once" if config.shard == "seeds" else "num_envs"
-        demand(part % number == 0, config, "devices", f"a divisor of {part}, {what}")
-    return here[:number]
+def choose_devices(config, num_rows):
+    """The devices to use, as many as deal evenly, and what is dealt over them: seeds or levels."""
+    here, (n, m) = jax.devices(), (config.num_envs, config.num_minibatches)
+    wanted = len(here) if jax.process_count() > 1 else config.devices
+    parts = {"seeds": num_rows, "levels": math.gcd(n * config.num_evals // m, n // m)}
+    parts = {config.shard: parts[config.shard]} if config.shard else parts
+    fits = {shard: math.gcd(wanted or len(here), part) for shard, part in parts.items()}
+    shard = max(fits, key=fits.get)
+    number = fits[shard]
+    fine = number <= len(here) and {number} >= {wanted, config.devices} - {0}
+    allowed = f"a divisor of {parts[shard]}, for {shard}, and at most {len(here)}, what is here"
+    demand(fine, config, "devices", allowed)
+    return here[:number], shard
 
 
-def over_devices(function, devices, donate=()):
-    """jax.pmap, which is jit(shard_map), in a form that is compiled ahead and spans processes."""
-    sharding = on(devices)
-    take, put_back = partial(jax.tree.map, lambda x: x[0]), partial(jax.tree.map, lambda x: x[None])
-    part = lambda *args: put_back(function(*take(args)))
-    specs = dict(in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False)
-    mapped = jax.shard_map(part, mesh=sharding.mesh, **specs)
-    options = dict(in_shardings=sharding, out_shardings=sharding, donate_argnums=donate)
-    return jax.jit(mapped, **options)
+def make_programs(config, num_rows, devices, shard):
+    """init, update(steps) and show of all rows, (step, rows [R], states [R, ...]) -> states, what
+    is shown [R, ...], and their sharding."""
+    shares = len(devices) if shard == "levels" else 1
+    spec = PartitionSpec() if shard == "levels" else PartitionSpec("devices")
+    sharding = NamedSharding(Mesh(devices, ("devices",)), spec)
+    here = num_rows * shares // len(devices)  # rows on a device
+    at_once = min(config.seeds_at_once or here, here)
+    demand(here % at_once == 0, config, "seeds_at_once", f"a divisor of {here}")
+    if devices[0].platform == "cpu":  # rows are as fast or faster in turn
+        at_once = None
+
+    def program(function, **options):
+        def of_row(step, row, state):
+            floats = {name: value for name, value in row.items() if name != "seed"}
+            train = make_train(replace(config, **floats), shares)
+            if state is not None:  # step is the same for all rows, so that lax.cond stays a branch
+                state = state.replace(step=step, rng=jax.random.wrap_key_data(state.rng))
+            state, shown = function(train, row["seed"], state)
+            return state and state.replace(step=None, rng=jax.random.key_data(state.rng)), shown
+
+        def of_rows(step, rows, states):
+            return jax.lax.map(lambda x: of_row(step, *x), (rows, states), batch_size=at_once)
+
+        specs = dict(in_specs=(PartitionSpec(), spec, spec), out_specs=spec, check_vma=False)
+        return jax.jit(jax.shard_map(of_rows, mesh=sharding.mesh, **specs), **options)
+
+    init = program(lambda train, seed, _: (train.init(jax.random.key(seed)), ()))
+    show = program(lambda train, _, state: (None, train.show(state)))
+    update = lambda n: program(lambda train, _, state: train.update(state, n), donate_argnums=2)
+    return init, update, show, sharding
 
 
-def make_programs(config, devices):
-    """init(rows), update(steps)(rows, state) and show(rows, state), over devices and rows."""
-    shards = len(devices) if config.shard == "levels" else 1
-    swept = lambda row: {name: value for name, value in row.items() if name != "seed"}
-    train = lambda row: make_train(replace(config, **swept(row)), shards)
-    init = lambda row: train(row).init(jax.random.key(row["seed"]))
-    axes = jax.tree.map(lambda _: 0, jax.eval_shape(init, make_rows(config)[0]))
-    axes = axes.replace(step=None)  # not batched, so that lax.cond stays a branch
-
-    def update(steps):
-        program = lambda row, state: train(row).update(state, steps)
-        return over_devices(jax.vmap(program, (0, axes), (axes, 0)), devices, donate=1)
-
-    show = jax.vmap(lambda row, state: train(row).show(state), (0, axes))
-    init = jax.vmap(init, out_axes=axes)
-    return over_devices(init, devices), update, over_devices(show, devices)
-
-
-def deal(config, rows, num_devices):
-    """A group's rows as arrays [D, R]; where levels are split, each device has all of them."""
-    arrays = {name: np.array([row[name] for row in rows]) for name in rows[0]}
-    if config.shard == "levels":
-        return {name: np.tile(x, (num_devices, 1)) for name, x in arrays.items()}
-    return {name: x.reshape(num_devices, -1) for name, x in arrays.items()}
-
-
-def on(devices):
-    """The sharding of arrays [D, ...]: x[i] on device i."""
-    return NamedSharding(Mesh(devices, ("shards",)), PartitionSpec("shards"))
-
-
-def place(tree, devices):
-    """NumPy arrays [D, ...], the same in all processes, on the devices."""
-    put = lambda x: jax.make_array_from_callback(x.shape, on(devices), lambda i: x[i])
-    return jax.tree.map(put, tree)
-
-
-def gather(tree):
-    """NumPy arrays [D, ...] in each process; of a process's own array [...], all: [P, ...]."""
-    several = jax.process_count() > 1
-    return multihost_utils.process_allgather(tree, tiled=True) if several else jax.device_get(tree)
-
-
-def to_host(config, state):
-    """A group's state as NumPy arrays [shards, rows, ...], as checkpoints hold it."""
-    key_data = jax.random.key_data(state.rng)
-    state = gather(state.replace(rng=key_data, step=state.step[:, None]))
-    if config.shard == "seeds":
-        state = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), state)
-    return state.replace(step=state.step[0, 0])
-
-
-def to_devices(state, devices):
-    """The inverse: [shards, rows, ...] -> [D, R, ...]."""
-    state = state.replace(step=np.full((len(devices), 1), state.step))
-    state = jax.tree.map(lambda x: x.reshape(len(devices), -1, *x.shape[2:]), state)
-    state = place(state.replace(step=state.step[:, 0]), devices)
-    return state.replace(rng=jax.random.wrap_key_data(state.rng))
-
-
-def write(path, data):
-    """Replace a file as a whole: after a crash or on a full disk the old one is still there."""
+def write(path, save):
+    """Replace a file as a whole: save(file) makes another one, which then takes its place."""
     if jax.process_index():
         return
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            save(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -835,98 +799,55 @@ def write(path, data):
 
 
 def log_rows(config, rows, chunk, step, seconds):
-    """A dict for each row of logs.csv: means over a chunk [R, steps], counters as they stand."""
+    """A dict for each row of logs.csv: means over a chunk [R, steps], counters as they stand.
+    Blank: not measured (NaN). nan: measured and not finite (inf)."""
     for i, row in enumerate(rows):
-        finite = {name: x[i][~np.isnan(x[i])] for name, x in chunk.items()}
-        means = {name: f"{x.mean():.7g}" if x.size else "" for name, x in finite.items()}
-        counters = {name: int(chunk[name][i, -1]) for name in ("grad_updates", "rollouts")}
-        for name in counters:
-            del means[name]
-        env_steps = config.num_envs * config.num_evals * config.num_steps
-        counters["env_steps"] = counters.pop("rollouts") * env_steps
+        values = {name: x[i][~np.isnan(x[i])] for name, x in chunk.items()}
+        counters = {name: int(values.pop(name)[-1]) for name in ("grad_updates", "rollouts")}
+        rollout = config.num_envs * config.num_evals * config.num_steps
+        counters["env_steps"] = counters.pop("rollouts") * rollout
+        mean = lambda x: f"{x.mean(dtype=float):.7g}" if np.isfinite(x).all() else "nan"
+        means = {name: mean(x) if x.size else "" for name, x in values.items()}
         yield {"update": step} | counters | row | {"seconds": f"{seconds:.1f}"} | means | row
 
 
 def plot_curves(folder, swept):
-    """curves.png from logs.csv: return and solve rate against env steps, mean and spread."""
+    """curves.png from logs.csv: mean and spread over the seeds of each point of a sweep."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     with open(folder / "logs.csv", newline="") as file:
         table = list(csv.DictReader(file))
-    panels = {"train_return": "return in training", "eval_solve_rate": "solve rate on test mazes"}
-    for axis, (column, title) in zip(figure.subplots(1, 2), panels.items()):
+    for axis, column in zip(figure.subplots(1, 2), CURVES):
         curves = {}
-        for row in table:
-            if row.get(column):
-                label = ", ".join(f"{name} {float(row[name]):.3g}" for name in swept)
-                values = curves.setdefault(label, {}).setdefault(int(row["env_steps"]), [])
-                values.append(float(row[column]))
-        for label, curve in curves.items():
+        for row in (row for row in table if row.get(column)):
+            point = ", ".join(f"{name} {float(row[name]):.3g}" for name in swept)
+            at_step = curves.setdefault(point, {}).setdefault(int(row["env_steps"]), [])
+            at_step.append(float(row[column]))
+        for point, curve in curves.items():
             mean, std = (np.array([f(x) for x in curve.values()]) for f in (np.mean, np.std))
-            axis.plot(list(curve), mean, label=label)
+            axis.plot(list(curve), mean, label=point)
             axis.fill_between(list(curve), mean - std, mean + std, alpha=0.2)
-        axis.set(xlabel="env steps", title=title, ylim=(0, 1))
+        axis.set(xlabel="env steps", title=column, ylim=(0, 1))
         if swept and len(curves) <= 12:
             axis.legend(fontsize="small")
-    save_figure(folder / "curves.png", figure)
-
-
-def rank_sweep(folder, swept, table):
-    """Print the points of a sweep by their last solve rate, and plot it: sweep.png."""
-    points = {}
-    for row in table:
-        score = float(row.get("eval_solve_rate") or row["train_solve_rate"] or 0)
-        points.setdefault(tuple(row[name] for name in swept), []).append(score)
-    print(*swept, "solve rate, mean and 95% interval over seeds", sep="\t")
-    for point, scores in sorted(points.items(), key=lambda item: -np.mean(item[1])):
-        interval = 1.96 * np.std(scores, ddof=1) / len(scores) ** 0.5 if len(scores) > 1 else np.nan
-        print(*(f"{value:.4g}" for value in point), sep="\t", end="\t")
-        print(f"{np.mean(scores):.3f} +- {interval:.3f}")
-    figure = Figure(figsize=(4 * len(swept), 4), layout="constrained")
-    for i, (axis, name) in enumerate(zip(figure.subplots(1, len(swept), squeeze=False)[0], swept)):
-        for point, scores in points.items():
-            axis.plot([point[i]] * len(scores), scores, "o", alpha=0.5, color="C0")
-        values = [point[i] for point in points]
-        wide = min(values) > 0 and max(values) / min(values) > 10
-        scale = "log" if wide else "linear"
-        axis.set(xlabel=name, ylabel="solve rate", ylim=(-0.02, 1.02), xscale=scale)
-    save_figure(folder / "sweep.png", figure)
-
-
-def plot_levels(path, shown):
-    """levels/update_<n>.png: the levels in training, of the run's first row."""
-    first, sections = jax.tree.map(lambda x: x[0, 0], shown), {}
-    for title, (levels, captions) in first.items():
-        lines = zip(*([f"{name} {x:.3g}" for x in values] for name, values in captions.items()))
-        sections[title] = levels, ["\n".join(line) for line in lines] or None
-    save_figure(path, amaze.plot_levels(sections))
-
-
-def save_figure(path, figure):
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    write(path, image.getvalue())
+    write(folder / "curves.png", partial(figure.savefig, format="png"))
 
 
 def open_run(config):
     """The run folder, made if it is new, and its last checkpoint."""
-    script = Path(__file__)
-    names = (Path(f"runs/{script.stem}-{i}") for i in count(1))
+    names = (Path(f"runs/{Path(SCRIPT).stem}-{i}") for i in itertools.count(1))
     folder = Path(config.out or next(name for name in names if not name.exists()))
-    checkpoint = {"step": 0, "seconds": 0.0, "log_bytes": 0}
+    checkpoint = {"step": 0, "seconds": 0.0, "log_bytes": 0, "state": None}
     if config.resume and (folder / "checkpoint.msgpack").exists():
-        data = (folder / "checkpoint.msgpack").read_bytes()
-        checkpoint = serialization.msgpack_restore(data)
-    if jax.process_index():
-        return folder, checkpoint
-    if not config.resume:
+        checkpoint = serialization.msgpack_restore((folder / "checkpoint.msgpack").read_bytes())
+    if not config.resume and not jax.process_index():
         fresh = not folder.exists() or folder.is_dir() and not any(folder.iterdir())
         demand(fresh, config, "out", "a new or empty folder; --resume goes on with a run")
         try:
             (folder / "levels").mkdir(parents=True)
         except OSError as error:
             demand(False, config, "out", f"a folder that can be made ({error.strerror})")
-        stored = {"script": script.name} | asdict(config)
-        write(folder / "config.json", json.dumps(stored, indent=2).encode())
+    stored = json.dumps({"script": SCRIPT} | asdict(replace(config, resume=False)), indent=2)
+    write(folder / "config.json", lambda file: file.write(stored.encode()))
     return folder, checkpoint
 
 
@@ -937,197 +858,127 @@ def say(line):
         sys.stdout.flush()
 
 
-class Trainings:
-    """All rows of a run: their groups, what trains them, and the state of each group."""
-
-    def __init__(self, config):
-        rows = make_rows(config)
-        at_once = config.seeds_at_once or len(rows)
-        self.config, self.rows, self.programs = config, rows, {}
-        self.groups = [slice(i, i + at_once) for i in range(0, len(rows), at_once)]
-        parts = [rows[group] for group in self.groups]
-        self.devices = choose_devices(config, [len(part) for part in parts])
-        self.init, self.train, self.show = make_programs(config, self.devices)
-        self.dealt = [deal(config, part, len(self.devices)) for part in parts]
-
-    def start(self, saved):
-        """From the beginning, or from a checkpoint's state."""
-        self.dealt = [place(group, self.devices) for group in self.dealt]
-        if saved is None:
-            self.states = [self.park(self.init(group)) for group in self.dealt]
-            return
-        shards = len(saved["rng"])
-        same = self.config.shard == "seeds" or shards == len(self.devices)
-        demand(same, self.config, "devices", f"{shards}, as in the run to resume")
-        saved = serialization.from_state_dict(jax.eval_shape(self.init, self.dealt[0]), saved)
-        part = lambda group: jax.tree.map(lambda x: x[:, group] if np.ndim(x) else x, saved)
-        self.states = [self.park(to_devices(part(g), self.devices)) for g in self.groups]
-
-    def park(self, state):
-        """Groups take turns on the devices; those that wait are in host memory."""
-        return to_host(self.config, state) if len(self.groups) > 1 else state
-
-    def fetch(self, i):
-        state = self.states[i]
-        return to_devices(state, self.devices) if len(self.groups) > 1 else state
-
-    def program(self, steps, i):
-        """`steps` updates of group i, compiled once for all groups of its size."""
-        key = steps, self.dealt[i]["seed"].shape
-        if key not in self.programs:
-            say(f"compiling {steps} updates ...")
-            started = time.time()
-            lowered = self.train(steps).lower(self.dealt[i], self.fetch(i))
-            self.programs[key] = lowered.compile()
-            say(f"compiled in {time.time() - started:.1f} s")
-        return self.programs[key]
-
-    def update(self, steps):
-        """Train all rows -> metrics: name -> [rows, steps]; seconds."""
-        chunks, seconds = [], 0.0
-        by_row = (lambda x: x[0]) if self.config.shard == "levels" else np.concatenate
-        for i, group in enumerate(self.dealt):
-            program = self.program(steps, i)
-            started = time.time()
-            state, chunk = jax.block_until_ready(program(group, self.fetch(i)))
-            seconds += time.time() - started
-            self.states[i] = self.park(state)
-            chunks.append({name: by_row(x) for name, x in gather(chunk).items()})
-        return {k: np.concatenate([chunk[k] for chunk in chunks]) for k in chunks[0]}, seconds
-
-    def state(self):
-        """The state of all rows, as NumPy arrays [shards, rows, ...]."""
-        parts = [to_host(self.config, self.fetch(i)) for i in range(len(self.groups))]
-        return jax.tree.map(lambda *x: np.concatenate(x, 1) if x[0].ndim else x[0], *parts)
-
-    def levels(self):
-        return gather(self.show(self.dealt[0], self.fetch(0)))
-
-
-def save(path, trainings, log, step, seconds):
-    """A checkpoint of all rows; it notes how long logs.csv is, so that both agree after a crash."""
-    state = trainings.state()
-    if jax.process_index():
-        return
-    log.flush()
-    os.fsync(log.fileno())
-    data = {"step": step, "seconds": seconds, "log_bytes": log.tell()}
-    data["rows"] = {str(i): row for i, row in enumerate(trainings.rows)}
-    data["state"] = serialization.to_state_dict(state)
-    write(path, serialization.msgpack_serialize(data))
-
-
-def append(log, table):
-    writer = csv.DictWriter(log, table[0])
-    if log.tell() == 0:
-        writer.writeheader()
-    writer.writerows(table)
-    log.flush()
-
-
-def progress(table, seconds):
-    """What the progress bar shows."""
-    shown = {"steps/s": f"{sum(row['env_steps'] for row in table) / seconds:,.0f}"}
-    for name in ("train_solve_rate", "eval_solve_rate"):
-        values = [float(row[name]) for row in table if row.get(name)]
-        shown |= {name: f"{np.mean(values):.2f}"} if values else {}
-    return shown
-
-
-def catch_signals():
-    """The list that Ctrl-C and SIGTERM will be in; a second one ends at once."""
-
-    def request_stop(number, _):
-        stop.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    stop = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, request_stop)
-    return stop
-
-
 def run(config):
     """Train all rows: chunks of log_interval updates; between them logs, checkpoints, pictures."""
-    trainings = Trainings(config)
-    rows, devices, first = trainings.rows, trainings.devices, jax.process_index() == 0
-    swept = list(rows[0])[1:]
-    folder, checkpoint = open_run(config)
-    trainings.start(checkpoint.pop("state", None))
-    step, seconds = checkpoint["step"], checkpoint["seconds"]
+    rows, first = make_rows(config), jax.process_index() == 0
+    devices, shard = choose_devices(config, len(rows))
+    init, update, show, sharding = make_programs(config, len(rows), devices, shard)
+    table = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    state = jax.eval_shape(init, 0, table, None)[0]
+    for name in {"grad_updates", "rollouts"} - jax.eval_shape(update(1), 0, table, state)[1].keys():
+        raise BadConfig(f"make_train's metrics: {name} is missing, which logs.csv needs")
+    folder, last = open_run(config)
+    table, step, seconds = jax.device_put(table, sharding), last["step"], last["seconds"]
+    saved = last["state"] and serialization.from_state_dict(state, last["state"])
+    state = jax.device_put(saved or init(0, table, None)[0], sharding)
+    trackers = []
+    for i, row in enumerate(rows if config.track and first else []):
+        about = dict(project=SCRIPT, group=folder.name, name=f"{folder.name}-{i}")
+        about |= dict(reinit="create_new", dir=folder) if config.track == "wandb" else {}
+        library = importlib.import_module(config.track)
+        trackers.append(library.init(config=asdict(config) | row, **about))
     if first and (folder / "logs.csv").exists():  # nothing can be refused any more
-        os.truncate(folder / "logs.csv", checkpoint["log_bytes"])
-    stop, ended, shown = catch_signals(), 0, {}
-    bar = tqdm(initial=step, total=config.num_updates, unit="update", dynamic_ncols=True,
-               disable=not first)
-    say(f"{folder}: {len(rows)} training(s) on {len(devices)} x {devices[0].device_kind}")
+        os.truncate(folder / "logs.csv", last["log_bytes"])
+    stop, ended, diverged, programs, shown = [], 0, set(), {}, {}
+    for number in (signal.SIGINT, signal.SIGTERM):  # a second one ends at once
+        signal.signal(number, lambda n, _: stop.append(n) or signal.signal(n, signal.SIG_DFL))
+    where = f"{len(devices)} x {devices[0].device_kind}, dealt by {shard}"
+    say(f"{folder}: {len(rows)} training(s) on {where}")
+
+    def save(path):
+        """A checkpoint; it notes how long logs.csv is, so that both agree after a crash."""
+        data = {"step": step, "seconds": seconds, "log_bytes": log.tell()}
+        data["rows"] = {str(i): row for i, row in enumerate(rows)}
+        data["state"] = serialization.to_state_dict(gather(state))
+        os.fsync(log.fileno())
+        write(path, lambda file: file.write(serialization.msgpack_serialize(data)))
+
+    bar = tqdm(initial=step, total=config.num_updates, unit="update", disable=not first)
     with open(folder / "logs.csv" if first else os.devnull, "a", newline="") as log, bar:
         while step < config.num_updates and not ended:
             before, steps = step, min(config.log_interval, config.num_updates - step)
-            chunk, took = trainings.update(steps)
-            step, seconds = step + steps, seconds + took
+            if steps not in programs:
+                started = time.time()
+                programs[steps] = update(steps).lower(step, table, state).compile()
+                say(f"compiled {steps} updates in {time.time() - started:.1f} s")
+            started = time.time()
+            state, chunk = jax.block_until_ready(programs[steps](step, table, state))
+            step, seconds, chunk = step + steps, seconds + time.time() - started, gather(chunk)
             ended = int(gather(np.array([stop[0] if stop else 0])).max())  # by a signal to anyone
-            table = list(log_rows(config, rows, chunk, step, seconds))
-            append(log, table)
-            shown |= progress(table, seconds)
+            lines = list(log_rows(config, rows, chunk, step, seconds))
+            writer = csv.DictWriter(log, lines[0])
+            if log.tell() == 0:
+                writer.writeheader()
+            writer.writerows(lines)
+            log.flush()
+            for tracker, line in zip(trackers, lines):
+                tracker.log({name: float(x) for name, x in line.items() if x != ""}, step=step)
+            shown |= {name: lines[0][name] for name in CURVES if lines[0].get(name)}
             bar.set_postfix(shown, refresh=False)
             bar.update(steps)
 
-            last = ended or step == config.num_updates
+            infinite = np.any([np.isinf(x) for x in chunk.values()], axis=0)  # [R, steps]
+            for i in {*np.flatnonzero(infinite.any(1))} - diverged:
+                say(f"diverged at update {before + infinite[i].argmax() + 1}: {rows[i]}")
+                diverged.add(i)
+            if len(diverged) == len(rows):
+                sys.exit(f"{SCRIPT}: error: all trainings have diverged by update {step}")
+            ends = ended or step == config.num_updates
             due = lambda interval: interval and step // interval > before // interval
-            if last or due(config.checkpoint_interval):
-                save(folder / "checkpoint.msgpack", trainings, log, step, seconds)
+            if ends or due(config.checkpoint_interval):
+                save(folder / "checkpoint.msgpack")
             if due(config.archive_interval):
-                save(folder / f"checkpoint_{step}.msgpack", trainings, log, step, seconds)
-            if last or due(config.plot_interval):
-                levels = trainings.levels()
+                save(folder / f"checkpoint_{step}.msgpack")
+            if ends or due(config.plot_interval):
+                levels = jax.tree.map(lambda x: x[0], gather(show(step, table, state)[1]))
+                figure = amaze.plot_levels(levels)
+                write(folder / f"levels/update_{step}.png", partial(figure.savefig, format="png"))
                 if first:
-                    plot_curves(folder, swept)
-                    plot_levels(folder / "levels" / f"update_{step}.png", levels)
+                    plot_curves(folder, list(rows[0])[1:])
     if ended:
         say(f"stopped at update {step}; to go on: python {sys.argv[0]} --resume --out {folder}")
         sys.exit(128 + ended)
-    if first and swept and step > checkpoint["step"]:
-        rank_sweep(folder, swept, table)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    say(f"done: {seconds:.0f} s of training, peak memory {peak:.1f} GiB on the host")
+    say(f"done: {seconds:.0f} s; next: python evaluate.py {folder} --script {sys.argv[0]}")
 
 
 def parse(arguments):
     """The command line; on --resume, what is not given there comes from the run's config.json."""
-    options = dict(args=arguments, description=__doc__, config=(tyro.conf.UseAppendAction,))
+    if {"-h", "--help"} & {*arguments}:
+        print(__doc__)  # as it stands
+    options = dict(args=arguments, description="", config=(tyro.conf.UseAppendAction,))
     config = tyro.cli(Config, **options)
     if not config.resume:
         return config
     path = Path(config.out) / "config.json"
     demand(config.out and path.exists(), config, "out", "with --resume, the folder of a run")
     stored = json.loads(path.read_text())
-    name = Path(__file__).name
-    demand(stored.pop("script") == name, config, "out", f"with --resume, a run of {name}")
-    given = {name: getattr(config, name) for name in ("out", *PROCESSES)}
+    demand(stored.pop("script") == SCRIPT, config, "out", f"with --resume, a run of {SCRIPT}")
+    given = dict(out=config.out, resume=True, distributed=config.distributed)
     stored = replace(Config(**stored), sweep=tuple(stored["sweep"]), **given)
-    append = () if config.sweep else stored.sweep  # given again, --sweep must be the same
-    config = tyro.cli(Config, default=replace(stored, sweep=append), **options)
+    again = () if config.sweep else stored.sweep  # given again, --sweep must be the same
+    config = tyro.cli(Config, default=replace(stored, sweep=again), **options)
     for f in fields(Config):
-        value = getattr(stored, f.name)
-        same = f.name in FREE or getattr(config, f.name) == value
+        value, new = getattr(stored, f.name), getattr(config, f.name)
+        longer = f.name == "num_updates" and new > value and not config.anneal_lr
+        same = f.name in FREE or new == value or longer
         demand(same, config, f.name, f"{value!r}, as in the run to resume")
     return config
 
 
 def connect(config):
-    """With --distributed, join the other processes of the run."""
-    if not config.distributed:
-        demand(not config.coordinator, config, "coordinator", "empty without --distributed")
-        return
-    given = config.coordinator, config.num_processes, config.process_id
-    try:
-        given = given if config.coordinator else ()
-        jax.distributed.initialize(*given, heartbeat_timeout_seconds=30)
-    except (ValueError, RuntimeError) as error:
-        why = str(error).splitlines()[0]
-        demand(False, config, "distributed", f"a cluster that JAX knows, or --coordinator "
-               f"host:port --num-processes P --process-id 0 to P - 1 ({why})")
+    """Make every core of a CPU a device; with --distributed, join the other processes."""
+    by_user = jax.config.jax_num_cpu_devices, "device_count" in os.environ.get("XLA_FLAGS", "")
+    if by_user == (-1, False) and config.devices != 1:
+        cores = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count()))(0)
+        jax.config.update("jax_num_cpu_devices", len(cores))
+    if config.distributed:
+        address, *numbers = config.distributed.split(",")
+        try:
+            numbers = () if address == "auto" else (address, *map(int, numbers))
+            jax.distributed.initialize(*numbers, heartbeat_timeout_seconds=30)
+        except (ValueError, RuntimeError) as error:
+            allowed = f"auto, or HOST:PORT,PROCESSES,NUMBER ({str(error).splitlines()[0]})"
+            demand(False, config, "distributed", allowed)
 
 
 def main():
@@ -1138,20 +989,22 @@ def main():
         return run(config)
     except BadConfig as error:
         message, status = error, 2
-    except OSError as error:
-        error.filename = error.filename or "logs.csv"  # all other files are named by `write`
-        hint = "the last checkpoint is intact, --resume goes on from it"
-        message, status = f"{error}; {hint}", 1
-    except jax.errors.JaxRuntimeError as error:
-        if not jax.distributed.is_initialized():
+    except (OSError, jax.errors.JaxRuntimeError) as error:
+        if not (isinstance(error, OSError) or jax.distributed.is_initialized()):
             raise
+        error.filename = getattr(error, "filename", None) or "logs.csv"  # `write` names the others
         why = str(error).splitlines()[0]
-        message, status = f"{why}; if another process ended, --resume all", 1
-    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr, flush=True)
-    if jax.distributed.is_initialized():
-        os._exit(status)  # without waiting for the others, who wait for this one
-    sys.exit(status)
+        message, status = f"{why}; the last checkpoint is intact, --resume goes on from it", 1
+    print(f"{SCRIPT}: error: {message}", file=sys.stderr, flush=True)
+    (os._exit if jax.distributed.is_initialized() else sys.exit)(status)  # others wait for this one
 
 
 if __name__ == "__main__":
     main()
+
+# What `uv run` installs
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["jax>=0.10", "jaxlib>=0.10", "flax>=0.12", "optax>=0.2.5", "distrax>=0.1.7",
+#                 "numpy>=2.0", "matplotlib>=3.9", "tyro>=0.9", "tqdm>=4.66"]
+# ///
