@@ -718,7 +718,8 @@ def make_train(config, devices=1):
         if config.parallel:  # [N fresh | N replayed | N children], all fresh while it is cold
             no_edit = lambda rng, *_: sample_fresh(rng, state, 2)
             children = jax.lax.cond(replay, edit, no_edit, rng_edit, *choice)
-            choice = sample_fresh(rng_fresh, state, 1), choice, children
+            children = (children,) if config.num_edits else ()
+            choice = sample_fresh(rng_fresh, state, 1), choice, *children
             choice = jax.tree.map(lambda *x: jnp.concatenate(x), *choice)
         levels, mutations, origin = choice
         block = jnp.arange(len(mutations)) // config.num_envs

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import test_plr
 from test_plr import (
-    ACTS, FAST, LEARNS_IN_BRANCH, SMALL, K, T, close, command_line, contents, defaults, episodes,
-    equal, follow_random_batches, initial, inner, learned, learning_columns, names, plain_scores,
-    play, products, program, records, refused, replayed, same_contents, shown, sweeps_and_batches,
-    trainings, write)  # fmt: skip
+    ACTS, FAST, LEARNS_IN_BRANCH, MODES, SMALL, K, T, check_an_empty_buffer, check_logged, close,
+    command_line, contents, defaults, equal, first_replay_of, follow_random_batches,
+    gradient_updates, initial, inner, learned, learned_from, learning_columns,
+    length_without_robust, names, outcomes, play, products, program, records, refused, replayed,
+    same_contents, shown, slot_of_a_level_drawn_twice, sweeps_and_batches, trainings,
+    write)  # fmt: skip
 
 import accel
 import amaze
@@ -76,22 +78,22 @@ def test_children_are_scored_and_written_as_fresh_levels_are(serial):
                 function = getattr(accel, name)
                 watched = lambda *args, f=function, n=name: calls.update({n: args}) or f(*args)
                 patch.setattr(accel, name, watched)
-            result = breed(rng, state, *parents)
-        batch, advantage, _, best, _ = calls["level_outcomes"]
-        return result, calls["write_buffer"][1], (batch, advantage, best)
+            after, stats = breed(rng, state, *parents)
+        batch, advantage, _, _, best = calls["level_outcomes"]
+        return after.buffer, stats, calls["write_buffer"][1], (batch, advantage, best)
 
     spied = jax.jit(spied, compiler_options=FAST)
     slot = jnp.array([0, 0, 5, 7])
     buffer = before.buffer
     parents = jax.tree.map(lambda x: x[slot], (buffer.level, buffer.mutations, buffer.origin))
     result = spied(jax.random.key(0), before, *parents)
-    (after, stats), entries, (batch, advantage, best) = jax.tree.map(np.asarray, result)
+    after, stats, entries, (batch, advantage, best) = jax.tree.map(np.asarray, result)
     reference, known = contents(buffer), contents(buffer)
-    for n, (level, finished, record) in enumerate(records(entries)):
-        seen = known[level]["max_return"] if level in known else 0.0
-        mean, r_max, scores = plain_scores(episodes(batch, advantage, [n]), seen, best[n])
-        expected = dict(score=scores["max_mc"], mean_return=mean, max_return=r_max)
-        assert finished and {k: record[k] for k in expected} == pytest.approx(expected, abs=1e-5)
+    seen = [known[level]["max_return"] if level in known else 0.0 for level in names(entries.level)]
+    expected = outcomes(batch, advantage, names(entries.level), seen, best)
+    for (_, finished, record), (_, r_max, mean, scores) in zip(records(entries), expected):
+        plain = dict(score=scores["max_mc"], mean_return=mean, max_return=r_max)
+        assert finished and {k: record[k] for k in plain} == pytest.approx(plain, abs=1e-5)
     now = int(before.step)
     write(reference, SMALL["buffer_size"], records(entries), now, 0.3, 0.3)
     same_contents(after, reference)
@@ -100,7 +102,7 @@ def test_children_are_scored_and_written_as_fresh_levels_are(serial):
 
 def test_children_of_a_training(serial):
     """New levels of the buffer: base levels on fresh cycles, on others children of those played."""
-    born = 0
+    born, generations = 0, set()
     for cycle in serial:
         before, after = contents(cycle.before.buffer), contents(cycle.after.buffer)
         played, levels = pairs(cycle.entries.level), dict(pairs(cycle.after.buffer.level))
@@ -113,12 +115,13 @@ def test_children_of_a_training(serial):
                 expected = [(parent["mutations"] + 1, parent["origin"]) for parent in parents]
                 assert (new["mutations"], new["origin"]) in expected
                 born += 1
+                generations.add(new["mutations"])
             else:
                 assert new["mutations"] == 0 and new["origin"] == origin[level]
         for level in after.keys() & before.keys():  # a level that stays keeps its descent
             for name in ("mutations", "origin"):
                 assert after[level][name] == before[level][name]
-    assert born > 10 and max(record["mutations"] for record in after.values()) > 1
+    assert born > 10 and {1, 2} <= generations
 
 
 def test_mutation_counts_through_insertions_and_evictions():
@@ -173,7 +176,7 @@ def test_lineage_is_a_family_by_generation(serial):
     sizes = []
     for buffer in (serial[0].after.buffer, serial[-1].after.buffer):  # with free slots, and full
         filled = contents(buffer)
-        for slot in np.flatnonzero(buffer.filled):
+        for slot in np.flatnonzero(buffer.scored):
             levels, captions = lineage(buffer, slot)
             family = {name for name, x in filled.items() if x["origin"] == buffer.origin[slot]}
             shown = names(levels)
@@ -184,33 +187,73 @@ def test_lineage_is_a_family_by_generation(serial):
     assert max(sizes) > 1 and len(sizes) == N + SMALL["buffer_size"]
 
 
+# --- score and schedule
+
+
+def test_a_level_drawn_twice_is_scored_with_one_r_max():
+    slot = slot_of_a_level_drawn_twice(accel)
+    assert (slot["score"], slot["max_return"]) == pytest.approx((0.6, 0.9))
+
+
+def test_min_fill_counts_all_levels_of_a_cycle():
+    assert first_replay_of(accel) == 25  # 8 levels a cycle
+    assert first_replay_of(accel, parallel=True, **NO_EDITS) == 13  # 16
+    assert first_replay_of(accel, parallel=True) == 9  # 24
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_default_length_makes_30_000_gradient_updates(mode):
+    assert gradient_updates(accel, **mode) == pytest.approx(30_000, rel=0.01)
+
+
 # --- parallel mode
 
 
 def test_parallel_plays_fresh_replayed_and_children_together(parallel):
+    edited = 0
     for i, cycle in enumerate(parallel):
-        filled, batch = contents(cycle.before.buffer), records(cycle.entries)
-        known, levels = cycle.slot < SMALL["buffer_size"], pairs(cycle.entries.level)
         assert cycle.batch.reward.shape == (T, 3 * N * 2)
         assert cycle.metrics["rollouts"] == 3 * (i + 1)
-        assert cycle.metrics["grad_updates"] == max(0, i - 1) == int(cycle.after.grad_updates)
-        assert known[N : 2 * N].all() == known[N : 2 * N].any() == (i >= 2)
+        assert cycle.metrics["grad_updates"] == i == int(cycle.after.grad_updates)
         opens = amaze.Observation(*(x[0] for x in cycle.batch.obs))
         assert equal(opens.direction, np.repeat(cycle.entries.level.agent_dir, 2))
-        assert not known[:N].any() and all(x["mutations"] == 0 for _, _, x in batch[:N])
+    for cycle in parallel[1:]:
+        filled, batch = contents(cycle.before.buffer), records(cycle.entries)
+        known, levels = cycle.slot < SMALL["buffer_size"], pairs(cycle.entries.level)
+        assert known[N : 2 * N].all() and not known[:N].any()
+        assert all(x["mutations"] == 0 for _, _, x in batch[:N])
         for (name, _, parent), (_, _, child) in zip(batch[N : 2 * N], batch[2 * N :]):
             assert child["mutations"] == parent["mutations"] + 1
             assert child["origin"] == parent["origin"]
-            if i >= 2:
-                assert filled[name]["mutations"] == parent["mutations"]
-                assert filled[name]["origin"] == parent["origin"]
+            assert filled[name]["mutations"] == parent["mutations"]
+            assert filled[name]["origin"] == parent["origin"]
         for (_, parent), (_, child) in zip(levels[N : 2 * N], levels[2 * N :]):
             assert one_edit_apart(child, parent)
-        assert names(cycle.entries.level)[N : 2 * N] != names(cycle.entries.level)[2 * N :]
+            edited += not equal(child, parent)
         walls = cycle.entries.level.wall_map.sum((1, 2))
         assert cycle.metrics["child_walls"] == pytest.approx(walls[2 * N :].mean())
-        fresh = walls[:N] if i >= 2 else walls[: 2 * N]
-        assert cycle.metrics["fresh_walls"] == pytest.approx(fresh.mean())
+        check_logged(cycle, "fresh", slice(N))
+        check_logged(cycle, "replay", slice(N, 2 * N))
+    assert edited > 5 * N  # of 11 N; one edit in three is none
+
+
+def test_cold_parallel_accel_plays_fresh_levels_instead_of_children():
+    for i, cycle in enumerate(play(accel, 2, floats=dict(min_fill=1.0), **PARALLEL)):
+        assert len(contents(cycle.before.buffer)) == 12 * i and not learned(cycle)
+        levels = pairs(cycle.entries.level)
+        assert len({*names(cycle.entries.level)} - contents(cycle.before.buffer).keys()) == 3 * N
+        near = [one_edit_apart(x[1], y[1]) for x in levels[2 * N :] for y in levels[: 2 * N]]
+        assert not any(near)
+        assert not cycle.entries.mutations.any()
+        assert sorted(cycle.entries.origin) == [*range(12 * i, 12 * i + 12)]
+        assert np.isnan([x for k, x in cycle.metrics.items() if k.startswith("child_")]).all()
+        check_logged(cycle, "fresh", slice(None))
+        check_logged(cycle, "replay", slice(0))
+
+
+@pytest.mark.parametrize("blocks, changes", [(1, SERIAL), (3, PARALLEL)])
+def test_an_empty_buffer_is_not_replayed(blocks, changes):
+    check_an_empty_buffer(accel, blocks, **changes)
 
 
 def test_parallel_buffer_is_written_once_with_all_blocks(parallel):
@@ -232,14 +275,17 @@ def test_base_levels_have_origins_of_their_own(serial, parallel):
 
 def test_parallel_learns_from_the_replayed_block_only(parallel):
     cycle, base = program(accel, **PARALLEL)[1], parallel[5]
-    assert list(map(learned, parallel)) == [False] * 2 + [True] * 10
+    assert list(map(learned, parallel)) == [False] + [True] * 11
+    for x in parallel[1:]:
+        assert learned_from(x, slice(2 * N, 4 * N)) and not learned_from(x, slice(None))
     fresh, edits = cycle(base.before, fresh=1), cycle(base.before, edits=1)
     for block, other in ((0, fresh), (2, edits)):
         mine, theirs = names(base.entries.level), names(other.entries.level)
         differ = [mine[i : i + N] != theirs[i : i + N] for i in (0, N, 2 * N)]
         assert differ == [i == block for i in range(3)]
         assert equal(other.after.student, base.after.student)
-    assert learning_columns(accel, **PARALLEL) == {2 * N, 3 * N * 2}
+    for robust in (True, False):
+        assert learning_columns(accel, **PARALLEL, robust=robust) == {2 * N, 3 * N * 2}
     assert learning_columns(accel, **SERIAL) == {N}
 
 
@@ -269,15 +315,15 @@ def test_without_edits_accel_is_plr(mine, theirs):
 # --- many seeds at once
 
 
-@pytest.mark.parametrize("lower, backend", [(trainings, "gpu"), (command_line, "cpu")])
-def test_fresh_cycles_of_many_seeds_skip_learning_and_children(lower, backend):
+@pytest.mark.parametrize("lower", [trainings, command_line])
+def test_fresh_cycles_of_many_seeds_skip_learning_and_children(lower):
     acts_in_branch = (False, True)  # the children's rollout
-    found = products(lower(accel, backend, **SERIAL))
+    found = products(lower(accel, **SERIAL))
     assert found == {ACTS, acts_in_branch, LEARNS_IN_BRANCH}
 
 
 def test_cold_cycles_of_many_seeds_in_parallel_mode_skip_learning():
-    assert products(trainings(accel, "gpu", **PARALLEL)) == {ACTS, LEARNS_IN_BRANCH}
+    assert products(trainings(accel, **PARALLEL)) == {ACTS, LEARNS_IN_BRANCH}
 
 
 @pytest.mark.parametrize("changes", [SERIAL, PARALLEL])
@@ -295,7 +341,9 @@ def test_all_seeds_have_one_schedule(serial):
 
 
 def test_published_defaults():
+    length_without_robust(accel)
     defaults(accel, dict(
+        num_updates=(37_500, 30_000),
         lr=(3e-4, 1e-4), gamma=(0.999, 0.999), gae_lambda=(0.98, 0.98), ent_coef=(0, 1e-3),
         n_walls=(0, 0), replay_prob=(0.8, 0.8), staleness_coef=(0.5, 0.5), num_edits=(20, 20),
         temperature=(0.3, 0.3), buffer_size=(4000, 4000), min_fill=(0.5, 0.5)))  # fmt: skip

@@ -290,6 +290,18 @@ def test_reference_statistics(n_walls, walls, solvable, path):
                            uniform((x, y) for x in range(13) for y in range(13)))
 
 
+@pytest.mark.parametrize("text", ["#.#\n...\n##.", ".#\n#.", "...."])
+def test_agent_goal_and_direction_are_placed_uniformly(text):
+    """On given walls, which stay: every way to place them is as likely as the others."""
+    walls = np.array([[c == "#" for c in line] for line in text.split("\n")])
+    free = [(int(x), int(y)) for y, x in np.argwhere(~walls)]
+    ways = [(walls.tobytes(), *agent, d, *goal)
+            for agent in free for goal in free if goal != agent for d in range(4)]
+    levels = host(jax.jit(jax.vmap(lambda rng: amaze.place(rng, walls)))(keys(16, 30_000)))
+    assert [x.dtype for x in levels] == [bool, np.int32, np.int32, np.int32]
+    assert_distributed(Counter(outcome(row(levels, i)) for i in range(30_000)), uniform(ways))
+
+
 def test_too_many_walls():
     with pytest.raises(ValueError, match="168 walls leave no room .* 13 x 13"):
         amaze.sample_level(jax.random.key(0), 168)
@@ -396,7 +408,7 @@ def test_shortest_path_earns_the_optimal_return(names):
     paths = [oracle(row(host(levels), i)) for i in range(len(names))]
     longest = max(len(actions) for _, actions in paths)
     actions = np.array([actions + [6] * (longest - len(actions)) for _, actions in paths])
-    _, rewards, dones = host(play(levels, actions, max_steps, np.broadcast_to(see, len(names))))
+    _, rewards, dones = host(play(levels, actions, max_steps, see))
     solution = solve_batch(levels)
     best = host(amaze.optimal_return(solution, max_steps))
     for i, (path, shortest) in enumerate(paths):
@@ -609,26 +621,28 @@ def test_suites_and_batches():
     for names in amaze.SUITES.values():
         amaze.check_maze_names(names)
     levels, max_steps, see = amaze.sample_mazes(jax.random.key(0), ["MiniMaze", "TrivialMaze"])
-    assert levels.wall_map.shape == (2, 4, 4) and see is True and max_steps.tolist() == [72, 250]
+    assert levels.wall_map.shape == (2, 4, 4)
+    assert max_steps.tolist() == [72, 250] and see.tolist() == [True, True]
     assert amaze.level_to_text(row(levels, 1)) == "...#\n.#.#\n>#G#\n####"
-    _, _, see = amaze.sample_mazes(jax.random.key(0), ["MiniMaze", "FourRooms"])
-    assert see.tolist() == [True, False]
     with pytest.raises(ValueError, match="unknown maze 'Maze51'; choose from Six") as error:
         amaze.sample_mazes(jax.random.key(0), ["Labyrinth", "Maze51"])
     assert "\n" not in str(error.value)
 
 
-def test_reset_mazes_plays_each_maze_several_times():
+def test_each_episode_has_its_own_level_and_its_mazes_rules():
     names = ["FourRooms", "SmallCorridor", "MiniMaze"]
-    obs, state = jax.jit(lambda rng: amaze.reset_mazes(rng, names, 20))(jax.random.key(15))
-    assert obs.image.shape == (60, 5, 5, 3)
-    assert state.max_steps.tolist() == [100] * 20 + [450] * 20 + [72] * 20
-    assert state.see_through_walls.tolist() == [False] * 20 + [True] * 40
-    levels = host(jax.tree.map(lambda x: x[:, 0], state.levels))
+    sample = jax.jit(lambda rng: amaze.sample_mazes(rng, names, 20))
+    levels, max_steps, see = host(sample(jax.random.key(15)))
+    assert max_steps.tolist() == [100] * 20 + [450] * 20 + [72] * 20
+    assert see.tolist() == [False] * 20 + [True] * 40
     same = amaze.pad_level(amaze.TEST_MAZES["MiniMaze"].sample(None), 17, 17)
     assert all(outcome(row(levels, i)) == outcome(host(same)) for i in range(40, 60))
     assert len({outcome(row(levels, i)) for i in range(20)}) == 20
     assert len({outcome(row(levels, i)) for i in range(20, 40)}) > 4
+    assert_four_rooms(jax.tree.map(lambda x: x[:20], levels))
+    (corridor,) = {walls.tobytes() for walls in levels.wall_map[20:40]}
+    padded = amaze.pad_level(row(sampled("SmallCorridor", 1), 0), 17, 17)
+    assert corridor == np.asarray(padded.wall_map).tobytes()
 
 
 def test_level_codes_tell_levels_apart():
@@ -734,13 +748,13 @@ def test_render_equals_minigrid():
 
 
 def test_plot_levels(tmp_path):
-    levels = random_levels(14, 10)
-    captions = [f"walls {k}" for k in range(10)]
-    sections = {"in training": (levels, captions), "children": (row(levels, slice(3)), None)}
+    levels, walls = random_levels(14, 10), np.arange(10)
+    captions = {"walls": walls, "score": walls / 3}
+    sections = {"in training": (levels, captions), "children": (row(levels, slice(3)), {})}
     figure = amaze.plot_levels(sections)
     figure.savefig(tmp_path / "levels.png")
     titles = [axes.get_title() for part in figure.subfigs for axes in part.axes if axes.images]
-    assert titles == captions + [""] * 3
+    assert titles == [f"walls {k}\nscore {k / 3:.3g}" for k in range(10)] + [""] * 3
     assert [part._suptitle.get_text() for part in figure.subfigs] == ["in training", "children"]
 
 

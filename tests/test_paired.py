@@ -162,6 +162,18 @@ def test_teacher_does_not_bootstrap():
             assert advantage[t, n] == pytest.approx(expected, abs=1e-5)
 
 
+def test_statistics_of_a_cycle_are_of_first_episodes():
+    """Of each student, by a plain loop."""
+    _, _, records, _, metrics = recorded()
+    for who, (reward, _, _, done, _) in zip(("", "antagonist_"), records["students"], strict=True):
+        lengths = [done[:, b].tolist().index(True) + 1 for b in range(reward.shape[1])]
+        returns = [reward[:n, b].sum() for b, n in enumerate(lengths)]
+        assert done.sum() > 2 * len(lengths) and 0 < np.mean(np.array(returns) > 0) < 1
+        found = [metrics[f"{who}train_{x}"] for x in ("return", "solve_rate", "episode_length")]
+        expected = np.mean(returns), np.mean(np.array(returns) > 0), np.mean(lengths)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 # --- what the students are shown
 
 
@@ -307,6 +319,7 @@ def test_modes_run(mode, students, prefixes, cores):
     (dict(regret="minimax", num_students=0), "num_students = 0: allowed is at least 1"),
     (dict(regret="flexible"), "paired | population | minimax"),
     (dict(num_minibatches=16), "num_minibatches = 16: allowed is a divisor of 8"),
+    (dict(n_walls=11), "n_walls = 11: allowed is at most 10"),
     (dict(teacher_gamma=1.5), "teacher_gamma = 1.5: allowed is from 0 to 1"),
     (dict(teacher_filters=0), "teacher_filters = 0: allowed is at least 1"),
     (dict(teacher_lr=-1.0), "teacher_lr = -1.0: allowed is at least 0"),

@@ -27,6 +27,7 @@ SMALL = dict(
     eval_interval=0)  # fmt: skip
 FLOATS = "lr replay_prob min_fill".split()  # what a compiled cycle takes as arguments
 FAST = {"xla_backend_optimization_level": 0}  # for programs that take longer to compile than to run
+SCORES = get_args(get_type_hints(plr.Config)["score"])
 K, N = 12, 5  # slots and levels of the buffers that are written directly
 
 
@@ -67,7 +68,7 @@ def records(entries):
     """A batch of levels as a list of (name, finished, record)."""
     fields = entries._asdict().items()
     numbers = {k: np.asarray(v) for k, v in fields if k not in ("level", "code")}
-    finished = numbers.pop("filled")
+    finished = numbers.pop("scored")
     rows = [{k: v[i].item() for k, v in numbers.items()} for i in range(len(finished))]
     return list(zip(names(entries.level), finished.tolist(), rows))
 
@@ -129,31 +130,52 @@ def same_contents(buffer, reference):
 
 
 def episodes(batch, advantage, columns):
-    """The finished episodes in the columns of a batch [T, B]: lists of (r_t, V_t, A_t)."""
+    """Of each of the columns of a batch [T, B] its finished episodes, lists of (r_t, V_t, A_t)."""
     found = []
     for b in columns:
-        episode = []
+        column, episode = [], []
         for t in range(len(batch.done)):
             numbers = (x[t, b].item() for x in (batch.reward, batch.value, advantage))
             episode.append(tuple(numbers))
             if batch.done[t, b]:
-                found.append(episode)
+                column.append(episode)
                 episode = []
+        found.append(column)
     return found
 
 
-def plain_scores(played, seen, best):
-    """A level's mean return, max return and five scores from its episodes and the max before."""
-    mean = lambda x: sum(x) / len(x)
-    returns = [sum(r for r, _, _ in episode) for episode in played]
-    r_max = max([seen] + returns)
-    solved = mean([float(x > 0) for x in returns])
-    return mean(returns), r_max, {
-        "max_mc": mean([mean([r_max - v for _, v, _ in e]) for e in played]),
-        "positive_value_loss": mean([mean([max(a, 0.0) for _, _, a in e]) for e in played]),
-        "l1_value_loss": mean([mean([abs(a) for _, _, a in e]) for e in played]),
-        "learnability": solved * (1 - solved),
-        "oracle_regret": best - mean(returns)}  # fmt: skip
+def total(episode):
+    return sum(r for r, _, _ in episode)
+
+
+def mean(x):
+    return sum(x) / len(x)
+
+
+def outcomes(batch, advantage, levels, seen, best):
+    """Of each of the named levels: number of episodes, R_max (one for all copies of a level), mean
+    return and five scores; seen: the best return before, best: the optimal one."""
+    number, found = batch.done.shape[1] // len(levels), []
+    columns = [range(n * number, (n + 1) * number) for n in range(len(levels))]
+    played = [episodes(batch, advantage, x) for x in columns]
+    for n, name in enumerate(levels):
+        copies = [i for i, other in enumerate(levels) if other == name]
+        returns = [total(e) for i in copies for column in played[i] for e in column]
+        r_max = max([0.0, *returns, *(seen[i] for i in copies)])
+        ended = [episode for column in played[n] for episode in column]
+        if not ended:
+            found.append((0, r_max, None, None))
+            continue
+        first = [total(column[0]) for column in played[n] if column]
+        solved = mean([float(x > 0) for x in first])
+        scores = {
+            "max_mc": mean([mean([r_max - v for _, v, _ in e]) for e in ended]),
+            "positive_value_loss": mean([mean([max(a, 0.0) for _, _, a in e]) for e in ended]),
+            "l1_value_loss": mean([mean([abs(a) for _, _, a in e]) for e in ended]),
+            "learnability": solved * (1 - solved),
+            "oracle_regret": best[n] - mean(first)}  # fmt: skip
+        found.append((len(ended), r_max, mean(first), scores))
+    return found
 
 
 def plain_gae(reward, value, last_value, done, gamma, lam):
@@ -215,7 +237,7 @@ def program(module, **changes):
             with salt("sample_level", fresh), salt("edit_level", edits):
                 after, metrics = cycle(state, None)
         _, entries, slot, *_ = calls["write_buffer"]
-        batch, advantage, _, best, _ = calls["level_outcomes"]
+        batch, advantage, _, _, best = calls["level_outcomes"]
         return Cycle(state, after, metrics, entries, slot, batch, advantage, best)
 
     step = jax.jit(step, compiler_options=FAST)
@@ -230,7 +252,7 @@ def program(module, **changes):
 
 
 @cache
-def initial(module, seed=0, **changes):
+def initial(module, seed=3, **changes):  # with which mazes are solved from the start
     return jax.jit(program(module, **changes)[0].init, compiler_options=FAST)(jax.random.key(seed))
 
 
@@ -287,7 +309,7 @@ def empty_buffer(module, size):
     fields = dict.fromkeys(module.Buffer._fields, np.zeros(size, np.int32))
     fields |= {name: np.zeros(size, np.float32) for name in ("score", "max_return", "mean_return")}
     fields |= dict(level=jax.tree.map(zeros, levels), code=zeros(codes))
-    return module.Buffer(**fields | dict(filled=np.zeros(size, bool)))
+    return module.Buffer(**fields | dict(scored=np.zeros(size, bool)))
 
 
 def random_entries(random, module, number, now):
@@ -297,7 +319,7 @@ def random_entries(random, module, number, now):
     floats = lambda low: random.uniform(low, 1, number).astype(np.float32)
     filled = random.random(number) < 0.85
     entries = entries._replace(
-        level=jax.tree.map(lambda x: x[index], levels), code=codes[index], filled=filled,
+        level=jax.tree.map(lambda x: x[index], levels), code=codes[index], scored=filled,
         score=floats(-0.5), mean_return=floats(0), max_return=np.where(filled, floats(0), 0),
         n_actions=random.integers(-1, 9, number),
         mutations=random.integers(0, 9, number), touched=np.full(number, now))  # fmt: skip
@@ -311,7 +333,7 @@ def random_buffer(random, number, now):
     index = random.permutation(len(codes))[:K]
     return buffer._replace(
         level=jax.tree.map(lambda x: x[index], levels), code=codes[index],
-        filled=random.permutation(K) < number, score=random.normal(size=K).astype(np.float32),
+        scored=random.permutation(K) < number, score=random.normal(size=K).astype(np.float32),
         touched=random.integers(0, now + 1, K))  # fmt: skip
 
 
@@ -326,16 +348,32 @@ def test_replay_probabilities(beta, rho):
         buffer = random_buffer(random, number, 50)
         p = np.asarray(replay_probabilities(buffer, 50, beta, rho))
         expected = probabilities(contents(buffer), 50, beta, rho)
-        assert (p[~buffer.filled] == 0).all()
+        assert (p[~buffer.scored] == 0).all()
         for level, value in zip(names(buffer.level), p):
             assert value == pytest.approx(expected.get(level, 0), rel=1e-4, abs=1e-7)
 
 
 def test_staleness_is_uniform_if_all_ages_are_0():
     buffer = random_buffer(np.random.default_rng(0), 8, 50)
-    buffer = buffer._replace(touched=np.where(buffer.filled, 50, 3))
+    buffer = buffer._replace(touched=np.where(buffer.scored, 50, 3))
     p = replay_probabilities(buffer, 50, 0.3, 1.0)
-    assert close(p, buffer.filled / 8)
+    assert close(p, buffer.scored / 8)
+
+
+def test_ages_of_a_long_run_do_not_overflow():
+    now, random, zero = 540_000, np.random.default_rng(0), np.zeros(4000, np.int32)
+    touched = random.integers(0, 1000, 4000)
+    touched[:10] = now - np.arange(10)
+    score = random.normal(size=4000).astype(np.float32)
+    buffer = plr.Buffer(None, None, zero == 0, score, score, score, zero, zero, touched)
+    age = (now - touched).astype(float)
+    assert age.sum() > 2**31
+    rank = 1 + np.argsort(np.argsort(-score))
+    for rho in (1.0, 0.3):
+        expected = (1 - rho) * rank**-2.0 / (rank**-2.0).sum() + rho * age / age.sum()
+        assert np.allclose(replay_probabilities(buffer, now, 0.5, rho), expected, 1e-4, 1e-9)
+    stats = inner(program(plr)[0].update, "buffer_stats")(buffer, jnp.asarray(now))
+    assert stats["buffer_age"] == pytest.approx(age.mean(), rel=1e-5)
 
 
 def test_levels_are_drawn_with_replacement_from_p(serial):
@@ -396,7 +434,7 @@ def full_buffer(score):
     buffer, (levels, codes) = empty_buffer(plr, K), world()
     take = lambda start, number: jax.tree.map(lambda x: x[start : start + number], (levels, codes))
     level, code = take(0, K)
-    buffer = buffer._replace(level=level, code=code, filled=np.ones(K, bool))
+    buffer = buffer._replace(level=level, code=code, scored=np.ones(K, bool))
     buffer = buffer._replace(score=np.float32(score))
     level, code = take(K, N)
     return buffer, empty_buffer(plr, N)._replace(level=level, code=code)
@@ -406,7 +444,7 @@ def test_ith_best_contests_ith_weakest():
     # 2.9 meets 1 and 2.8 meets 2; 2.5, 2.1 and 0.5 meet 3, 4 and 5
     buffer, entries = full_buffer(np.arange(K, 0, -1))
     score = np.array([2.1, 2.9, 0.5, 2.5, 2.8], np.float32)
-    batch = entries._replace(filled=np.ones(N, bool), score=score)
+    batch = entries._replace(scored=np.ones(N, bool), score=score)
     after = writer(plr)(buffer, batch, 0, 0.3, 0.0)
     assert close(np.sort(after.score), [2.8, 2.9, *range(3, 13)])
     # 9, 7, 6 and 5 win over 1, 2, 3 and 4; 3.5 meets 5
@@ -419,7 +457,7 @@ def test_an_equal_score_wins_a_lower_one_does_not():
     buffer, entries = full_buffer(np.full(K, 0.5))
     one = np.arange(N) == 2
     for score, wins in ((0.5, True), (np.nextafter(np.float32(0.5), np.float32(0)), False)):
-        batch = entries._replace(filled=one, score=np.full(N, score, np.float32))
+        batch = entries._replace(scored=one, score=np.full(N, score, np.float32))
         after = writer(plr)(buffer, batch, 0, 0.3, 0.3)
         assert (names(entries.level)[2] in contents(after)) == wins
 
@@ -428,7 +466,7 @@ def test_stale_levels_are_kept_longer_than_weak_ones():
     # scores nearly alike: the slot of least P is that which was touched last
     buffer, entries = full_buffer(np.linspace(0.5, 0.51, K))
     buffer = buffer._replace(touched=np.where(np.arange(K) == 7, 30, np.arange(K)))
-    batch = entries._replace(filled=np.arange(N) == 0, score=np.full(N, 2, np.float32))
+    batch = entries._replace(scored=np.arange(N) == 0, score=np.full(N, 2, np.float32))
     after = writer(plr)(buffer, batch, 31, 0.3, 1.0)
     assert set(contents(buffer)) - set(contents(after)) == {names(buffer.level)[7]}
 
@@ -439,7 +477,7 @@ def test_a_level_that_is_known_updates_its_slot():
     score = np.array([1, 2, 6, 99, 99], np.float32)
     returns = np.array([0.1, 0.7, 0.3, 0, 0], np.float32)
     filled = np.arange(N) < 3
-    batch = known._replace(filled=filled, score=score, mean_return=returns, max_return=returns)
+    batch = known._replace(scored=filled, score=score, mean_return=returns, max_return=returns)
     after = writer(plr)(buffer, batch, 5, 0.3, 0.3)
     i, others = 3, np.arange(K) != 3
     row = after.score[i], after.mean_return[i], after.max_return[i], after.touched[i]
@@ -454,7 +492,7 @@ def test_copies_of_a_new_level_are_dropped_after_the_first():
     buffer, entries = full_buffer(np.zeros(K))
     copies = jax.tree.map(lambda x: np.repeat(x[:1], N, axis=0), entries)
     score = np.array([9, 1, 2, 3, 4], np.float32)  # the first is not finished
-    batch = copies._replace(filled=np.arange(N) > 0, score=score)
+    batch = copies._replace(scored=np.arange(N) > 0, score=score)
     after = contents(writer(plr)(buffer, batch, 0, 0.3, 0.3))
     assert len(after) == K and after[names(entries.level)[0]]["score"] == 1
 
@@ -464,7 +502,7 @@ def test_a_level_without_a_finished_episode_changes_no_score():
     nan = np.full(N, np.nan, np.float32)
     entries = entries._replace(score=nan, mean_return=nan)
     known = jax.tree.map(lambda x: x[:N], buffer)
-    known = known._replace(filled=np.zeros(N, bool), score=nan, mean_return=nan)
+    known = known._replace(scored=np.zeros(N, bool), score=nan, mean_return=nan)
     for batch, touched in ((entries, 0), (known, 4)):
         after = writer(plr)(buffer, batch, 4, 0.3, 0.3)
         assert equal(after._replace(touched=buffer.touched), buffer)
@@ -473,7 +511,7 @@ def test_a_level_without_a_finished_episode_changes_no_score():
 
 def test_find():
     buffer, (levels, codes) = empty_buffer(plr, K), world()
-    buffer = buffer._replace(code=codes[:K], filled=np.arange(K) % 2 == 0)
+    buffer = buffer._replace(code=codes[:K], scored=np.arange(K) % 2 == 0)
     expected = [i if i % 2 == 0 else K for i in range(K)] + [K] * 3
     assert equal(jax.jit(plr.find)(buffer, codes[: K + 3]), np.array(expected))
 
@@ -491,42 +529,146 @@ def random_batch(random, steps, columns):
     return plr.Transition(None, None, None, None, *data[:2], done), data[2]
 
 
-@pytest.mark.parametrize("copies", [1, 3])
-def test_scores_of_ragged_episodes(copies):
-    random, number = np.random.default_rng(copies), 4
-    outcomes = jax.jit(plr.level_outcomes, static_argnums=4)
-    for _ in range(20):
-        batch, advantage = random_batch(random, 20, number * copies)
-        seen, best = random.random((2, number)).astype(np.float32)
-        count, mean, r_max, scores = outcomes(batch, advantage, seen, best, copies)
-        for n in range(number):
-            played = episodes(batch, advantage, range(n * copies, (n + 1) * copies))
-            assert count[n] == len(played)
-            if played:
-                expected = plain_scores(played, seen[n].item(), best[n].item())
-                got = mean[n], r_max[n], {name: x[n] for name, x in scores.items()}
-                assert got[:2] == pytest.approx(expected[:2], abs=1e-5)
-                assert got[2] == pytest.approx(expected[2], abs=1e-5)
-            else:
-                assert r_max[n] == seen[n]
+level_outcomes = jax.jit(plr.level_outcomes)
+
+
+def same_levels(levels):
+    """[N, N]: which of the named levels are the same."""
+    return np.array([[x == y for y in levels] for x in levels])
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_scores_of_ragged_episodes(number):
+    random, unfinished = np.random.default_rng(number), 0
+    for levels in [[0, 1, 2, 3], [0, 1, 0, 0], [0, 1, 1, 0]] * 7:
+        batch, advantage = random_batch(random, 20, 4 * number)
+        seen, best = random.random((2, 4)).astype(np.float32)
+        count, mean_return, r_max, scores = level_outcomes(
+            batch, advantage, seen, same_levels(levels), best)  # fmt: skip
+        expected = outcomes(batch, advantage, levels, seen.tolist(), best.tolist())
+        for n, (number_ended, plain_max, plain_mean, plain) in enumerate(expected):
+            assert (count[n], r_max[n]) == (number_ended, pytest.approx(plain_max, abs=1e-5))
+            if number_ended:
+                assert mean_return[n] == pytest.approx(plain_mean, abs=1e-5)
+                assert {k: x[n] for k, x in scores.items()} == pytest.approx(plain, abs=1e-5)
+            unfinished += not number_ended
+    assert number > 1 or unfinished > 20
+
+
+def column(*x):
+    return np.array(x, np.float32)[:, None]
 
 
 def test_scores_by_hand():
-    column = lambda *x: np.array(x, np.float32)[:, None]
     batch = plr.Transition(
         None, None, None, None, value=column(0.5, 0.1, 0.2, 0.6, 9), reward=column(0, 0.8, 0, 0, 9),
         done=column(0, 1, 0, 1, 0) > 0)  # episodes of 2, 2 and, unfinished, 1 step
     advantage = column(0.2, -0.4, -0.6, -0.2, 9)
     best, seen = np.float32([0.95]), np.float32([0.3])
-    count, mean, r_max, scores = plr.level_outcomes(batch, advantage, seen, best, 1)
-    assert (count, mean, r_max) == (2, pytest.approx(0.4), pytest.approx(0.8))
+    count, mean, r_max, scores = plr.level_outcomes(batch, advantage, seen, np.eye(1) > 0, best)
+    assert (count, mean, r_max) == (2, pytest.approx(0.8), pytest.approx(0.8))
     assert {name: x.item() for name, x in scores.items()} == pytest.approx({
         "max_mc": ((0.3 + 0.7) / 2 + (0.6 + 0.2) / 2) / 2,
         "positive_value_loss": ((0.2 + 0) / 2 + 0) / 2,
         "l1_value_loss": ((0.2 + 0.4) / 2 + (0.6 + 0.2) / 2) / 2,
-        "learnability": 0.5 * 0.5,
-        "oracle_regret": 0.95 - 0.4})  # fmt: skip
-    assert set(scores) == set(get_args(get_type_hints(plr.Config)["score"]))
+        "learnability": 0,
+        "oracle_regret": 0.95 - 0.8})  # fmt: skip
+    assert set(scores) == set(SCORES)
+
+
+def failure_and_solve():
+    """A batch of two trajectories of one episode: a failure, a solve that returns 0.9; V = 0.3."""
+    done = np.hstack([column(0, 0, 0, 1), column(0, 1, 0, 0)]) > 0
+    reward = np.hstack([column(0, 0, 0, 0), column(0, 0.9, 0, 0)])
+    return plr.Transition(None, None, None, None, np.full((4, 2), np.float32(0.3)), reward, done)
+
+
+def test_copies_of_a_level_have_one_r_max():
+    batch, zero = failure_and_solve(), np.zeros(2, np.float32)
+    for same, score, best in ((np.ones((2, 2)), (0.6, 0.6), (0.9, 0.9)),
+                              (np.eye(2), (-0.3, 0.6), (0, 0.9))):  # fmt: skip
+        _, _, r_max, scores = level_outcomes(batch, batch.reward, zero, same > 0, zero)
+        assert close(scores["max_mc"], score) and close(r_max, best)
+
+
+def slot_of_a_level_drawn_twice(module):
+    """The slot of a level that was drawn twice in a cycle: a failure and a first solve."""
+    train = module.make_train(module.Config(**SMALL | dict(num_envs=2)))
+    level, code = jax.tree.map(lambda x: jnp.asarray(x[:1].repeat(2, 0)), world())
+    state, at = initial(module), jnp.arange(SMALL["buffer_size"]) == 7
+    held = jax.tree.map(lambda x: x[:1].repeat(len(at), 0), (level, code))
+    state = state.replace(buffer=state.buffer._replace(level=held[0], code=held[1], scored=at))
+    descent = [jnp.zeros(2, int)] * (2 if "origin" in module.Buffer._fields else 1)
+    batch = jax.tree.map(jnp.asarray, failure_and_solve())
+
+    def write():
+        score = inner(train.update, "score")
+        entries, slot, _ = score(state, level, *descent, batch, jnp.zeros(2))
+        return module.write_buffer(state.buffer, entries, slot, 1, 0.3, 0.3)
+
+    after = contents(jax.jit(write, compiler_options=FAST)())
+    assert len(after) == 1
+    return after[names(level)[0]]
+
+
+def test_a_level_drawn_twice_is_scored_with_one_r_max():
+    slot = slot_of_a_level_drawn_twice(plr)
+    assert (slot["score"], slot["max_return"]) == pytest.approx((0.6, 0.9))
+    assert slot["mean_return"] == pytest.approx(0.45)
+
+
+def simulated_student(random, p, trajectories, steps, max_steps):
+    """Trajectories of a student that solves the level in a few steps or else runs out of time, on
+    a level that restarts -> batch [T, B], whether the first episodes were solved [B]."""
+    done = np.zeros((steps, trajectories), bool)
+    reward, first = np.zeros(done.shape, np.float32), np.zeros(trajectories, bool)
+    for b in range(trajectories):
+        t = 0
+        while True:
+            solved, length = random.random() < p, random.integers(10, 40)
+            first[b] |= solved and t == 0
+            t += length if solved else max_steps
+            if t > steps:
+                break
+            done[t - 1, b], reward[t - 1, b] = True, solved * (1 - 0.9 * length / max_steps)
+    return plr.Transition(None, None, None, None, reward, reward, done), first
+
+
+def test_learnability_and_oracle_regret_are_of_first_episodes():
+    p, copies, number = 0.75, 8, 500  # of all pooled, 0.08 would come out
+    random = np.random.default_rng(0)
+    batch, first = simulated_student(random, p, copies * number, 256, 250)
+    one, same = np.ones(number, np.float32), np.eye(number) > 0
+    _, mean_return, _, scores = level_outcomes(batch, batch.reward, one, same, one)
+    share = first.reshape(number, copies).mean(1)
+    assert close(scores["learnability"], share * (1 - share))
+    expected = p * (1 - p) * (1 - 1 / copies)  # of p_hat (1 - p_hat)
+    assert abs(scores["learnability"].mean() - expected) < 0.01
+    expected = p * (1 - 0.9 * 24.5 / 250)
+    assert abs(mean_return.mean() - expected) < 0.02
+    assert abs(scores["oracle_regret"].mean() - (1 - expected)) < 0.02
+    stats = plr.episode_stats(*plr.first_episodes(batch.reward, batch.done))
+    assert close(stats["solve_rate"], first.mean()) and abs(first.mean() - p) < 0.02
+
+
+def test_levels_are_written_with_the_score_that_was_chosen(parallel):
+    cycle, config = parallel[-1], plr.Config(**SMALL | PARALLEL)
+    batch, level, last = cycle.batch, cycle.entries.level, np.zeros(cycle.batch.done.shape[1])
+
+    def score(name):
+        train = plr.make_train(replace(config, score=name))
+        arguments = cycle.before, level, cycle.entries.mutations, batch, last
+        return inner(train.update, "score")(*arguments)[0].score
+
+    scores = jax.jit(lambda: {name: score(name) for name in SCORES})()
+    rewards = batch.reward, batch.value, last, batch.done
+    advantage = np.asarray(plr.gae(*rewards, config.gamma, config.gae_lambda))
+    seen = [contents(cycle.before.buffer).get(x, {"max_return": 0})["max_return"]
+            for x in names(level)]  # fmt: skip
+    expected = outcomes(batch, advantage, names(level), seen, cycle.best.tolist())
+    for name in SCORES:
+        assert close(scores[name], [x[3][name] for x in expected]), name
+    assert len({str(np.round(x, 4)) for x in scores.values()}) == len(SCORES)
 
 
 def test_unsolvable_levels_have_no_oracle_regret():
@@ -535,7 +677,7 @@ def test_unsolvable_levels_have_no_oracle_regret():
     done = np.ones((1, 3), bool)
     zero = np.zeros((1, 3), np.float32)
     batch = plr.Transition(None, None, None, None, zero, zero, done)
-    scores = plr.level_outcomes(batch, zero, zero[0], best, 1)[3]
+    scores = plr.level_outcomes(batch, zero, zero[0], np.eye(3) > 0, best)[3]
     assert close(scores["oracle_regret"], [0, 1 - 0.9 * 5 / 8, 0])  # the third: not within 8 steps
 
 
@@ -555,23 +697,23 @@ def test_gae_and_episode_sums():
 # --- a training
 
 
-def follow(history, copies, score="max_mc"):
+def follow(history, **mode):
     """A training's scores and buffer, cycle after cycle, against the plain ones."""
-    reference, config, returns = {}, plr.Config(parallel=copies > 1), {}
+    config, reference, returns = plr.Config(**mode), {}, {}
     for now, cycle in enumerate(history):
-        for n, (level, finished, record) in enumerate(records(cycle.entries)):
-            columns = range(n * copies, (n + 1) * copies)
-            played = episodes(cycle.batch, cycle.advantage, columns)
-            seen = max([0.0, *returns[level]]) if level in reference else 0.0
-            mean, r_max, scores = plain_scores(played, seen, cycle.best[n].item())
-            expected = dict(score=scores[score], mean_return=mean, max_return=r_max, touched=now)
-            assert finished
-            assert {k: record[k] for k in expected} == pytest.approx(expected, abs=1e-5)
-        for n, (level, _, _) in enumerate(records(cycle.entries)):
-            ended = episodes(cycle.batch, cycle.advantage, range(n * copies, (n + 1) * copies))
-            known = level in reference
-            returns[level] = returns[level] if known else []
-            returns[level] += [sum(r for r, _, _ in episode) for episode in ended]
+        levels = names(cycle.entries.level)
+        seen = [max([0.0, *returns[level]]) if level in reference else 0.0 for level in levels]
+        expected = outcomes(cycle.batch, cycle.advantage, levels, seen, cycle.best.tolist())
+        for (_, finished, record), (_, r_max, mean_return, scores) in zip(
+                records(cycle.entries), expected):  # fmt: skip
+            plain = dict(score=scores["max_mc"], mean_return=mean_return, max_return=r_max)
+            plain["touched"] = now
+            assert finished and {k: record[k] for k in plain} == pytest.approx(plain, abs=1e-5)
+        returns |= {level: [] for level in levels if level not in reference}
+        for n, level in enumerate(levels):
+            columns = range(n * config.num_evals, (n + 1) * config.num_evals)
+            for column in episodes(cycle.batch, cycle.advantage, columns):
+                returns[level] += map(total, column)
         strength = config.temperature, config.staleness_coef
         write(reference, SMALL["buffer_size"], records(cycle.entries), now, *strength)
         same_contents(cycle.after.buffer, reference)
@@ -580,21 +722,26 @@ def follow(history, copies, score="max_mc"):
 
 
 def test_scores_and_buffer_of_a_training(serial):
-    follow(serial, 1)
+    follow(serial)
     assert 10 < sum(replayed(cycle) for cycle in serial) < 30
     assert max(cycle.entries.max_return.max() for cycle in serial) > 0.5
 
 
 def test_scores_and_buffer_of_a_parallel_training(parallel):
-    follow(parallel, 2)
+    follow(parallel, **PARALLEL)
 
 
-def test_ages_and_fill_are_logged(serial):
+def test_the_buffer_is_logged(serial):
     for cycle in serial[:6]:
         buffer, step = contents(cycle.after.buffer), int(cycle.after.step)
         ages = [step - record["touched"] for record in buffer.values()]
         assert cycle.metrics["buffer_age"] == pytest.approx(np.mean(ages), rel=1e-5)
         assert cycle.metrics["buffer_fill"] == len(buffer) / SMALL["buffer_size"]
+        actions = [record["n_actions"] for record in buffer.values()]
+        best = [1 - 0.9 * x / 8 if 0 <= x <= 8 else 0 for x in actions]  # within 8 steps
+        regret = [x - record["mean_return"] for x, record in zip(best, buffer.values())]
+        assert cycle.metrics["buffer_regret"] == pytest.approx(mean(regret), abs=1e-5)
+        assert cycle.metrics["buffer_unsolvable"] == pytest.approx(mean([x < 0 for x in actions]))
 
 
 def test_robust_learns_on_replay_cycles_only(serial):
@@ -611,12 +758,32 @@ def test_plain_plr_learns_on_every_cycle():
     assert all(map(learned, history)) and history[-1].metrics["grad_updates"] == 6
 
 
-def test_fresh_and_replayed_levels_are_logged_apart(serial):
+def check_logged(cycle, name, block):
+    """What is logged of a slice of the cycle's levels: of first episodes; NaN if of none."""
+    number, (level, n_actions) = len(cycle.slot), (cycle.entries.level, cycle.entries.n_actions)
+    columns = np.arange(cycle.batch.done.shape[1]).reshape(number, -1)[block].ravel()
+    first = [x[0] for x in episodes(cycle.batch, cycle.advantage, columns) if x]
+    of_first = {"return": total, "episode_length": len, "solve_rate": lambda x: total(x) > 0}
+    expected = {k: mean([f(x) for x in first]) if first else np.nan for k, f in of_first.items()}
+    if name != "train":
+        expected["walls"] = mean(level.wall_map.sum((1, 2))[block]) if len(columns) else np.nan
+        expected["solvable"] = mean(n_actions[block] >= 0) if len(columns) else np.nan
+    logged = {key: cycle.metrics[f"{name}_{key}"] for key in expected}
+    assert logged == pytest.approx(expected, abs=1e-5, nan_ok=True)
+
+
+def test_fresh_and_replayed_levels_are_logged_apart(serial, parallel):
+    assert len({x.metrics["train_solve_rate"].item() for x in parallel}) > 3
+    n, nothing = SMALL["num_envs"], slice(0)
     for cycle in serial[:12]:
-        walls = cycle.entries.level.wall_map.sum((1, 2)).mean()
         this, other = ("replay", "fresh") if replayed(cycle) else ("fresh", "replay")
-        assert cycle.metrics[f"{this}_walls"] == pytest.approx(walls)
-        assert np.isnan(cycle.metrics[f"{other}_walls"])
+        check_logged(cycle, "train", slice(None))
+        check_logged(cycle, this, slice(None))
+        check_logged(cycle, other, nothing)
+    for i, cycle in enumerate(parallel):
+        check_logged(cycle, "train", slice(None))
+        check_logged(cycle, "fresh", slice(n) if i else slice(None))
+        check_logged(cycle, "replay", slice(n, None) if i else nothing)
 
 
 def shown(module, history, **changes):
@@ -657,13 +824,70 @@ def test_replay_prob_0_never_replays_and_1_always_once_warm():
 def test_min_fill_delays_replay():
     late = play(plr, 7, floats=dict(replay_prob=1.0, min_fill=1.0))
     assert list(map(replayed, late)) == [False] * 4 + [True] * 3
+    first = play(plr, 1, floats=dict(replay_prob=1.0, min_fill=0.0))[0]
+    assert not replayed(first) and not learned(first)
 
 
-@pytest.mark.parametrize("changes", [{}, PARALLEL])
-def test_an_empty_buffer_is_not_played(changes):
-    cycle = play(plr, 1, floats=dict(replay_prob=1.0, min_fill=0.0), **changes)[0]
-    level = cycle.entries.level
-    assert (level.agent_pos != level.goal_pos).any(-1).all()
+def first_replay_of(module, **mode):
+    """The first cycle that replays, N = 8, where half of the buffer is 200 levels."""
+    config = module.Config(num_envs=8, buffer_size=400, min_fill=0.5, replay_prob=1.0, **mode)
+    replays = inner(module.make_train(config).update, "replays")
+    return np.asarray(jax.vmap(replays)(jnp.arange(40))).argmax()
+
+
+def test_min_fill_counts_all_levels_of_a_cycle():
+    assert first_replay_of(plr) == 25  # 8 levels a cycle
+    assert first_replay_of(plr, parallel=True) == 13  # 16
+
+
+def gradient_updates(module, **mode):
+    """PPO updates of a training of the default length, by the schedule."""
+    config = module.Config(**mode)
+    replays = inner(module.make_train(config).update, "replays")
+    schedule = jax.jit(jax.vmap(replays))(jnp.arange(config.num_updates))
+    return np.sum(schedule | (not config.robust))
+
+
+MODES = [{}, dict(robust=False), dict(parallel=True), dict(parallel=True, robust=False)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_default_length_makes_30_000_gradient_updates(mode):
+    assert gradient_updates(plr, **mode) == pytest.approx(30_000, rel=0.01)
+
+
+def check_an_empty_buffer(module, blocks, **changes):
+    """A warm cycle whose buffer has nothing to replay plays what a cold one does."""
+    state, n = initial(module, **changes), SMALL["num_envs"]
+    state = state.replace(step=jnp.int32(1 if blocks > 1 else 3))  # after 8 or 12 of 16 levels
+    cycle = partial(program(module, **changes)[1], state, replay_prob=1.0)
+    cold, warm = cycle(min_fill=1.0), cycle(min_fill=0.5)
+    assert learned(warm) and not learned(cold)  # the schedule knows nothing of a seed's buffer
+    level, played = warm.entries.level, [names(x.entries.level) for x in (cold, warm)]
+    assert played[0][: 2 * n] == played[1][: 2 * n] and len(played[1]) == blocks * n
+    assert (level.agent_pos != level.goal_pos).any(-1).all()  # unlike in a level of zeros
+    assert not warm.entries.mutations[: 2 * n].any()
+    check_logged(warm, "train", slice(None))
+    check_logged(warm, "fresh", slice(2 * n))
+    check_logged(warm, "replay", slice(0))
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_an_empty_buffer_is_not_replayed(blocks):
+    check_an_empty_buffer(plr, blocks, **(PARALLEL if blocks > 1 else {}))
+
+
+def test_a_buffer_in_which_nothing_ever_ends_is_not_replayed():
+    state = initial(plr, 0, num_steps=1)
+    for cycle in play(plr, 6, state, dict(replay_prob=1.0), num_steps=1):
+        level = cycle.entries.level
+        assert not contents(cycle.before.buffer) and not cycle.batch.done.any()
+        assert (level.agent_pos != level.goal_pos).any(-1).all()
+        assert np.isnan([x for k, x in cycle.metrics.items() if k.startswith("replay_")]).all()
+        check_logged(cycle, "train", slice(None))
+        check_logged(cycle, "fresh", slice(None))
+        assert np.isnan(cycle.metrics["train_solve_rate"])
+    assert cycle.metrics["buffer_fill"] == 0
 
 
 # --- parallel mode
@@ -674,22 +898,23 @@ def test_parallel_plays_fresh_and_replayed_levels_together(parallel):
     for i, cycle in enumerate(parallel):
         known = cycle.slot < SMALL["buffer_size"]
         assert cycle.batch.reward.shape == (T, 2 * n * 2)
-        assert not known[:n].any() and known[n:].all() == known[n:].any() == (i >= 2)
+        assert not known[:n].any() and known[n:].all() == known[n:].any() == (i >= 1)
         assert cycle.metrics["rollouts"] == 2 * (i + 1)
         opens = amaze.Observation(*(x[0] for x in cycle.batch.obs))
         assert equal(opens.direction, np.repeat(cycle.entries.level.agent_dir, 2))
 
 
 def test_parallel_robust_learns_nothing_while_cold(parallel):
-    assert list(map(learned, parallel)) == [False] * 2 + [True] * 10
-    assert parallel[-1].metrics["grad_updates"] == 10
-    for cycle in parallel:
-        both = cycle.entries.level.wall_map.sum((1, 2)).reshape(2, -1).mean(1)
-        if learned(cycle):
-            assert cycle.metrics["fresh_walls"] == pytest.approx(both[0])
-            assert cycle.metrics["replay_walls"] == pytest.approx(both[1])
-        else:
-            assert cycle.metrics["fresh_walls"] == pytest.approx(both.mean())
+    assert list(map(learned, parallel)) == [False] + [True] * 11
+    assert parallel[-1].metrics["grad_updates"] == 11
+    assert np.isnan(parallel[0].metrics["total_loss"])
+
+
+def learned_from(cycle, columns):
+    """Whether it was those columns of the batch: by the variance that V explains in them."""
+    advantage, value = cycle.advantage[:, columns], cycle.batch.value[:, columns]
+    explained = 1 - advantage.var() / max((advantage + value).var(), 1e-8)
+    return cycle.metrics["explained_variance"] == pytest.approx(explained, rel=1e-3)
 
 
 def other_levels(state):
@@ -710,16 +935,20 @@ def test_parallel_robust_learns_from_the_replayed_block_only(parallel):
     replay = cycle(other_levels(base.before))
     assert names(replay.entries.level)[:n] == blocks[0][0]
     assert not equal(replay.after.student, base.after.student)
+    for x in parallel[1:]:
+        assert learned_from(x, slice(2 * n, None)) and not learned_from(x, slice(None))
 
 
-def test_parallel_plain_learns_from_both_blocks():
-    changes = PARALLEL | dict(robust=False)
-    cycle = program(plr, **changes)[1]
+def test_parallel_plain_learns_from_the_second_block_only_and_also_while_cold():
+    changes, n = PARALLEL | dict(robust=False), SMALL["num_envs"]
     history = play(plr, 4, **changes)
     assert all(map(learned, history)) and history[-1].metrics["grad_updates"] == 4
-    base = history[-1]
-    for other in (cycle(base.before, fresh=1), cycle(other_levels(base.before))):
-        assert not equal(other.after.student, base.after.student)
+    assert [(x.slot < SMALL["buffer_size"])[n:].any() for x in history] == [False] + [True] * 3
+    for cycle in history:
+        assert learned_from(cycle, slice(2 * n, None)) and not learned_from(cycle, slice(None))
+    cycle, base = program(plr, **changes)[1], history[-1]
+    assert equal(cycle(base.before, fresh=1).after.student, base.after.student)
+    assert not equal(cycle(other_levels(base.before)).after.student, base.after.student)
 
 
 def learning_columns(module, **changes):
@@ -741,7 +970,7 @@ def test_columns_that_are_scored_and_learned_from():
     assert learning_columns(plr) == {4}
     assert learning_columns(plr, num_envs=1, num_evals=2, buffer_size=4) == {2}
     assert learning_columns(plr, **PARALLEL) == {8, 16}
-    assert learning_columns(plr, **PARALLEL, robust=False) == {16}
+    assert learning_columns(plr, **PARALLEL, robust=False) == {8, 16}
 
 
 # --- many seeds at once
@@ -805,27 +1034,27 @@ def products(lowered):
 ACTS, LEARNS_IN_BRANCH, LEARNS_ALWAYS = (False, False), (True, True), (True, False)
 
 
-def trainings(module, backend, **changes):
-    """make_train, vmapped over 8 seeds, lowered: as on a CPU, or as on others."""
-    with patch.object(jax, "default_backend", lambda: backend):
-        train = module.make_train(module.Config(**(SMALL | changes)))
-        return jax.jit(jax.vmap(train)).lower(jax.random.split(jax.random.key(0), 8))
+def trainings(module, **changes):
+    """make_train, vmapped over 8 seeds, lowered."""
+    train = module.make_train(module.Config(**(SMALL | changes)))
+    return jax.jit(jax.vmap(train)).lower(jax.random.split(jax.random.key(0), 8))
 
 
-def command_line(module, backend, **changes):
-    """The program that the command line makes for 8 seeds, lowered."""
-    config = module.Config(**(SMALL | changes), seeds=8)
-    with patch.object(jax, "default_backend", lambda: backend):
-        init, update, _ = module.make_programs(config, jax.devices()[:1])
-        rows = module.deal(config, module.make_rows(config), 1)
-        return update(2).lower(rows, jax.eval_shape(init, rows))
+def command_line(module, at_once=None, **changes):
+    """The program that the command line makes for 8 seeds, lowered: in turn as on a CPU, or so
+    many at once as on others."""
+    config, in_turn = module.Config(**(SMALL | changes), seeds=8), jax.lax.map
+    rows = {"seed": np.arange(8)}
+    with patch.object(jax.lax, "map", lambda f, xs, **_: in_turn(f, xs, batch_size=at_once)):
+        init, update, *_ = module.make_programs(config, 8, jax.devices()[:1], "seeds")
+        return update(2).lower(2, rows, jax.eval_shape(init, 0, rows, None)[0])
 
 
-@pytest.mark.parametrize("lower, backend, changes", [
-    (trainings, "cpu", {}), (trainings, "gpu", {}), (command_line, "cpu", {}),
-    (command_line, "gpu", {}), (trainings, "gpu", dict(parallel=True))])  # fmt: skip
-def test_fresh_cycles_of_many_seeds_skip_learning(lower, backend, changes):
-    assert products(lower(plr, backend, **changes)) == {ACTS, LEARNS_IN_BRANCH}
+@pytest.mark.parametrize("lower, changes", [
+    (trainings, {}), (command_line, {}), (command_line, dict(at_once=4)),
+    (trainings, dict(parallel=True))])  # fmt: skip
+def test_fresh_cycles_of_many_seeds_skip_learning(lower, changes):
+    assert products(lower(plr, **changes)) == {ACTS, LEARNS_IN_BRANCH}
 
 
 def swept_replay_prob(rng, replay_prob):
@@ -833,9 +1062,8 @@ def swept_replay_prob(rng, replay_prob):
 
 
 def test_a_predicate_that_differs_by_row_would_not_skip_learning():
-    with patch.object(jax, "default_backend", lambda: "gpu"):
-        rngs = jax.random.split(jax.random.key(0), 8)
-        lowered = jax.jit(jax.vmap(swept_replay_prob)).lower(rngs, jnp.linspace(0, 1, 8))
+    rngs = jax.random.split(jax.random.key(0), 8)
+    lowered = jax.jit(jax.vmap(swept_replay_prob)).lower(rngs, jnp.linspace(0, 1, 8))
     assert products(lowered) == {ACTS, LEARNS_ALWAYS}
 
 
@@ -886,13 +1114,22 @@ def defaults(module, table):
                 assert getattr(module.parse([*mode, flag, str(value)]), name) == value
 
 
+def length_without_robust(module):
+    """Every cycle learns: 30,000 of them, unless told otherwise."""
+    for flags in (["--no-robust"], ["--no-robust", "--parallel"]):
+        assert module.parse(flags).num_updates == 30_000
+        assert module.parse([*flags, "--num-updates", "7"]).num_updates == 7
+
+
 def test_published_defaults():
     defaults(plr, dict(
-        lr=(3e-4, 3e-4), gamma=(0.999, 0.999), gae_lambda=(0.98, 0.95), ent_coef=(0, 0),
+        num_updates=(60_000, 30_000), lr=(3e-4, 3e-4), gamma=(0.999, 0.999),
+        gae_lambda=(0.98, 0.95), ent_coef=(0, 0),
         n_walls=(60, 60), replay_prob=(0.5, 0.5), staleness_coef=(0.3, 0.5),
         temperature=(0.3, 0.3), buffer_size=(4000, 4000), min_fill=(0.5, 0.5)))  # fmt: skip
     assert plr.Config().robust and not plr.Config().parallel
-    assert plr.Config().score == "max_mc" and plr.Config().num_updates == 30_000
+    assert plr.Config().score == "max_mc"
+    length_without_robust(plr)
 
 
 def refused(module, name, value, allowed, **changes):
@@ -912,6 +1149,11 @@ def refused(module, name, value, allowed, **changes):
     ("num_minibatches", 3, "4")])  # fmt: skip
 def test_bad_values(name, value, allowed):
     refused(plr, name, value, allowed)
+
+
+def test_learnability_is_refused_with_one_trajectory_on_a_level():
+    refused(plr, "num_evals", 1, "at least 2", score="learnability")
+    plr.make_train(plr.Config(**SMALL | dict(score="learnability", num_evals=2)))
 
 
 def test_bad_values_of_parallel_mode():
