@@ -5,21 +5,27 @@
     python evaluate.py runs/plr/checkpoint_500.msgpack   an archive
     python evaluate.py runs/plr --suite sampled --levels 1000 --episodes 10
     python evaluate.py runs/plr --mazes Labyrinth,FourRooms --gif Labyrinth
+    python evaluate.py runs/sweep                        of a sweep also its points, ranked
+    python evaluate.py runs/mine --script my_plr.py      a run of your own copy of a script
     python evaluate.py --suite dcd --show-levels         a picture of the mazes, without a run
 
 All agents play the same levels; actions are sampled. A training's score on a maze is its solve rate
-there. Over seeds and mazes: mean, median, interquartile mean (IQM) and optimality gap, with 95%
-stratified bootstrap intervals (Agarwal 2021, 2108.13264).
+there. Over seeds and mazes: mean, median, interquartile mean (IQM) and optimality gap (Agarwal
+2021, 2108.13264). One agent plays all mazes, so the 95% bootstrap intervals draw whole seeds anew;
+with fewer than 3 seeds there are none. The worst 10, 1, 0.1% of sampled levels (Rutherford 2024,
+2408.15099) are found by one half of their episodes and reported by the other. The points of a sweep
+are ranked by the last solve rate in logs.csv, before anything is played.
 
     put all episodes in a row, mazes with long time limits first
     W lanes take the first W episodes, and at each step every lane
         acts; if its episode ends, records return and length and takes the next episode in the row
 
 Random numbers come from --seed, the training's seed, the maze's name, the episode's number and the
-time step: neither --batch-size nor what else is evaluated changes a result.
+time step: devices, --batch-size and what else is evaluated change no result.
 
 Shapes     A agents (a run's seeds, times students), M mazes, E episodes on each, G = M * E,
-           L distinct levels, W lanes, S seeds.
+           P players (agents, times the parts of their episodes), W lanes of each,
+           L distinct levels, S seeds.
 """
 
 import csv
@@ -42,15 +48,17 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from flax import serialization
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 from PIL import Image
 from tqdm import tqdm
 
 import amaze
 
-SCRIPTS = ("dr.py", "plr.py", "accel.py", "paired.py")  # all that a config.json may name
+SCRIPTS = ("dr.py", "plr.py", "accel.py", "paired.py", "sfl.py")  # all that a config.json may name
 STEPS = 50  # of the lanes, between looks at what has ended
 RESAMPLES = 2000  # of the bootstrap
+MIN_SEEDS = 3  # of an interval
 WORST = {"worst 10%": 0.1, "worst 1%": 0.01, "worst 0.1%": 0.001}  # shares of the sampled levels
 MANY = 40  # more mazes than these are neither listed nor plotted one by one
 
@@ -63,14 +71,14 @@ class Arguments:
     maze_file: str = ""  # instead of the suite: a text file of mazes, blank lines between
     max_steps: int = 250  # time limit of the mazes of --maze-file
     levels: int = 1000  # of the suite `sampled`: random solvable levels with 60 walls
-    episodes: int = 100  # per agent and maze (with `sampled`: and level)
+    episodes: int = 100  # per agent and maze (with `sampled`: and level, at least 2)
     agent: str = "protagonist"  # of paired.py: protagonist, antagonist, a student's number, all
-    batch_size: int = 0  # episodes at once; 0: for each agent 128 on a CPU, 1,024 elsewhere
+    batch_size: int = 0  # episodes at once of each agent; 0: 128 on a CPU, 1,024 elsewhere
     seed: int = 0  # of levels and actions
     out: str = ""  # folder for results; default: the run's, or the one that holds the runs
     gif: str = ""  # mazes to film, with commas between: each run's first agent and episode
     show_levels: bool = False  # draw the mazes too
-    script: str = ""  # what made a run, if none of the four did: a Python file, to be executed
+    script: str = ""  # what made a run, if it is none of ours: a Python file, to be executed
 
 
 class Refused(ValueError):
@@ -84,17 +92,6 @@ class Maze(NamedTuple):
     see_through_walls: bool = True
 
 
-class Course(NamedTuple):
-    """All episodes, in the order of play, and the levels that they are played on."""
-
-    row: np.ndarray  # [G] index into [M, E]
-    tag: np.ndarray  # [G] uint32, names the random numbers
-    slot: np.ndarray  # [G] index into the levels
-    levels: amaze.Level  # [L, ...], padded to one size
-    walls: jax.Array  # of all levels, as amaze packs them
-    opening: tuple  # [L, ...] first observation and state, the latter without levels and walls
-
-
 class Run(NamedTuple):
     """The agents of a checkpoint."""
 
@@ -104,8 +101,7 @@ class Run(NamedTuple):
     update: int
     agents: list  # [A] dicts of seed, swept values, agent
     params: dict  # [A, ...]
-    act: Callable  # (params, carry, obs, is_first, noise) -> carry, action, ...
-    initial_carry: Callable  # batch size -> carry
+    train: Callable  # the script's, of which act, initial_carry, reset and step are needed here
 
 
 # --- mazes
@@ -132,32 +128,29 @@ def draw(names, number, seed):
 
 def read_mazes(path, max_steps):
     """The mazes of a text file, as amaze.level_from_text takes them, blank lines between."""
+    mazes = []
     try:
-        texts = re.split(r"\n\s*\n", Path(path).read_text().strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise Refused(f"{path}: {getattr(error, 'strerror', 'not a text file')}") from None
-    for i, text in enumerate(texts, start=1):
-        try:
-            level = amaze.level_from_text(text)
-        except ValueError as error:
-            raise Refused(f"{path}, maze {i}: {error}") from None
-        yield Maze(f"{Path(path).stem}-{i}", jax.tree.map(lambda x: x[None], level), max_steps)
+        for i, text in enumerate(re.split(r"\n\s*\n", Path(path).read_text().strip()), start=1):
+            level = jax.tree.map(lambda x: x[None], amaze.level_from_text(text))
+            mazes.append(Maze(f"{Path(path).stem}-{i}", level, max_steps))
+    except ValueError as error:  # a UnicodeDecodeError is one too
+        raise Refused(f"{path}, maze {len(mazes) + 1}: {error}") from None
+    return mazes
 
 
 def choose_mazes(args):
     """The mazes that the arguments ask for, and whether they are sampled levels."""
-    mazes = list(read_mazes(args.maze_file, args.max_steps)) if args.maze_file else []
+    mazes = read_mazes(args.maze_file, args.max_steps) if args.maze_file else []
     if args.suite == "sampled" and not (mazes or args.mazes):
+        if args.episodes < 2:
+            raise Refused("episodes = 1: allowed is at least 2, to find and report worst levels")
         levels = draw(["Sampled"], args.levels, args.seed)["Sampled"]
         level = lambda i: jax.tree.map(lambda x: x[i : i + 1], levels)
         rules = amaze.TEST_MAZES["Sampled"][1:]
         return [Maze(f"Sampled-{i}", level(i), *rules) for i in range(args.levels)], True
-    suite = [] if mazes else amaze.SUITES[args.suite]
-    names = args.mazes.split(",") if args.mazes else suite
-    try:
-        amaze.check_maze_names(names)
-    except ValueError as error:
-        raise Refused(str(error)) from None
+    names = args.mazes.split(",") if args.mazes else [] if mazes else amaze.SUITES[args.suite]
+    if unknown := set(names) - set(amaze.TEST_MAZES):
+        raise Refused(f"mazes = {', '.join(unknown)}: allowed are {', '.join(amaze.TEST_MAZES)}")
     drawn = draw(names, args.episodes, args.seed)
     return mazes + [Maze(name, drawn[name], *amaze.TEST_MAZES[name][1:]) for name in names], False
 
@@ -179,20 +172,19 @@ def optimal_returns(mazes):
     return np.bincount(owner, best(levels, limits)) / np.bincount(owner)
 
 
-def lay_out(mazes, episodes):
-    """The Course of E episodes on each maze."""
+def lay_out(reset, mazes, episodes):
+    """E episodes on each maze, in the order of play [G]: index into [M, E], what names the random
+    numbers, index into the levels; and first observation and state of each level [L, ...]."""
     levels, owner = stack(mazes)
     limits = np.array([maze.max_steps for maze in mazes])
     see = np.array([maze.see_through_walls for maze in mazes])
-    rules = [limits[owner]] if see.all() else [limits[owner], see[owner]]
-    obs, state = jax.jit(jax.vmap(amaze.reset))(levels, *rules)
+    rules = [limits[owner]] if see.all() else [limits[owner], see[owner]]  # a plain True is faster
+    openings = jax.vmap(lambda level, limit, see=True: reset(level, limit, see))
     maze = np.repeat(np.argsort(-limits, kind="stable"), episodes)
     episode = np.tile(np.arange(episodes), len(mazes))
     tags = np.array([tag(mazes[m].name, e) for m, e in zip(maze, episode)])
     slot = np.searchsorted(owner, maze) + episode % np.bincount(owner)[maze]
-    start = state._replace(levels=None, walls=None, slot=jnp.arange(len(owner), dtype=jnp.int32))
-    row = maze * episodes + episode
-    return Course(row, tags, slot, levels, state.walls.reshape(-1), (obs, start))
+    return maze * episodes + episode, tags, slot, jax.jit(openings)(levels, *rules)
 
 
 # --- play
@@ -204,60 +196,59 @@ def gumbel(rng, tag, t):
     return jax.random.gumbel(rng, (amaze.NUM_ACTIONS,))
 
 
-def make_player(act, initial_carry, course, width):
-    """open_lanes() -> lanes [W], and go_on(params, rng, lanes) -> lanes, records [STEPS, W]."""
-    tags, slots, size = jnp.asarray(course.tag), jnp.asarray(course.slot), len(course.tag)
-    opening = lambda turn: jax.tree.map(lambda x: x[slots[turn]], course.opening)
-    levels = dict(levels=course.levels, walls=course.walls)  # the lanes share them
+def make_player(train, tags, opening, parts):
+    """go_on(params, rng, part, lanes) -> lanes [W], records [STEPS, W]: an agent plays every
+    parts-th episode of the row, from number `part` on."""
 
-    def move(state, action):
-        obs, state, reward, done = amaze.step(state._replace(**levels), action)
-        return obs, state._replace(levels=None, walls=None), reward, done
-
-    def step(params, rng, lanes):
-        memory, obs, state, is_first, turn, taken = lanes
-        noise = jax.vmap(partial(gumbel, rng))(tags[turn], state.t)
-        memory, action = act(params, memory, obs, is_first, noise)[:2]
-        obs, state, reward, done = jax.vmap(move)(state, action)
-        record = turn, done, reward, state.t
+    def step(params, rng, part, lanes):
+        memory, obs, state, t, total, turn, done, taken = lanes
         # after the last episode the first again: played twice, an episode gives the same result
-        turn = jnp.where(done, (taken + jnp.cumsum(done) - 1) % size, turn)
+        later = (part + parts * (taken + jnp.cumsum(done) - 1)) % len(tags)
+        turn, taken = jnp.where(done, later, turn), taken + done.sum()
+        t, total = jnp.where(done, 0, t), jnp.where(done, 0.0, total)
         choose = lambda new, old: jnp.where(done.reshape(-1, *[1] * (old.ndim - 1)), new, old)
-        obs, state = jax.tree.map(choose, opening(turn), (obs, state))
-        return (memory, obs, state, done, turn, taken + done.sum()), record
+        begin = lambda old: jax.tree.map(choose, opening(turn), old)
+        obs, state = jax.lax.cond(done.any(), begin, lambda old: old, (obs, state))
+        noise = jax.vmap(partial(gumbel, rng))(tags[turn], t)
+        memory, action = train.act(params, memory, obs, done, noise)[:2]
+        obs, state, reward, done = jax.vmap(train.step)(state, action)
+        t, total = t + 1, total + reward
+        return (memory, obs, state, t, total, turn, done, taken), (turn, done, total, t)
 
-    def open_lanes():
-        turn, is_first = jnp.arange(width), jnp.ones(width, bool)
-        return initial_carry(width), *opening(turn), is_first, turn, jnp.asarray(width)
+    def go_on(params, rng, part, lanes):
+        return jax.lax.scan(lambda lanes, _: step(params, rng, part, lanes), lanes, length=STEPS)
 
-    def go_on(params, rng, lanes):
-        return jax.lax.scan(lambda lanes, _: step(params, rng, lanes), lanes, length=STEPS)
-
-    return open_lanes, go_on
+    return go_on
 
 
-def play(act, initial_carry, params, rngs, mazes, episodes, batch_size=0, bar=None):
+def play(train, params, rngs, mazes, episodes, batch_size=0, title=""):
     """Every agent plays every maze: returns, lengths [A, M, E]. params [A, ...], rngs [A]."""
-    course, on_cpu = lay_out(mazes, episodes), jax.default_backend() == "cpu"
-    at_once = min(len(rngs), batch_size or len(rngs))  # agents
-    width = min(len(course.row), batch_size // at_once or (128 if on_cpu else 1024))
-    open_lanes, go_on = make_player(act, initial_carry, course, width)
-    # on a CPU, agents that are vmapped play faster in turn than at once
-    in_turn = jax.custom_batching.sequential_vmap if on_cpu else lambda function: function
-    program = jax.jit(jax.vmap(in_turn(go_on)), donate_argnums=2)
-    returns, lengths = np.zeros((2, len(rngs), len(course.row)))
-    for i in range(0, len(rngs), at_once):
-        group = jax.tree.map(lambda x: jnp.asarray(x[i : i + at_once]), (params, rngs))
-        ended = lengths[i : i + at_once]  # 0 until then
-        lanes = jax.jit(jax.vmap(lambda _: open_lanes()))(jnp.arange(len(ended)))
-        while not ended.all():
-            before = np.count_nonzero(ended)
-            lanes, records = program(*group, lanes)
-            turn, done, reward, t = jax.device_get(records)  # [agents, STEPS, W]
-            at = i + done.nonzero()[0], course.row[turn[done]]
-            returns[at], lengths[at] = reward[done], t[done]
-            if bar:
-                bar.update(np.count_nonzero(ended) - before)
+    devices, on_cpu = jax.devices(), jax.default_backend() == "cpu"
+    parts = len(devices) // math.gcd(len(rngs), len(devices))  # so that players deal evenly
+    agent, part = np.divmod(np.arange(len(rngs) * parts), parts)  # [P]
+    row, tags, slot, openings = lay_out(train.reset, mazes, episodes)
+    opening = lambda turn: jax.tree.map(lambda x: x[jnp.asarray(slot)[turn]], openings)
+    player = make_player(train, jnp.asarray(tags), opening, parts)
+    # on a device players take turns if it is a CPU, which is faster there, else they are vmapped
+    in_turn = lambda *players: jax.lax.map(lambda args: player(*args), players)
+    dealt = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec("devices"))
+    program = jax.shard_map(in_turn if on_cpu else jax.vmap(player), mesh=dealt.mesh,
+                            in_specs=dealt.spec, out_specs=dealt.spec, check_vma=False)
+    program = jax.jit(program, donate_argnums=3)
+
+    zeros = np.zeros(min(-(-len(row) // parts), batch_size or (128 if on_cpu else 1024)), int)
+    ended = train.initial_carry(len(zeros)), *opening(zeros), zeros, 0.0 * zeros, zeros, zeros == 0
+    lanes = jax.tree.map(lambda x: jnp.stack([x] * len(agent)), (*ended, 0))
+    agents = *jax.tree.map(lambda x: x[agent], (params, rngs)), part
+    agents, lanes = jax.device_put((agents, lanes), dealt)
+    returns, lengths = np.zeros((2, len(rngs), len(row)))
+    with tqdm(total=lengths.size, desc=title, unit="episode", disable=not title) as bar:
+        while not lengths.all():  # 0 until played
+            lanes, records = program(*agents, lanes)
+            turn, done, total, t = jax.device_get(records)  # [P, STEPS, W]
+            at = agent[done.nonzero()[0]], row[turn[done]]
+            returns[at], lengths[at] = total[done], t[done]
+            bar.update(np.count_nonzero(lengths) - bar.n)
     return (x.reshape(-1, len(mazes), episodes) for x in (returns, lengths))
 
 
@@ -269,21 +260,25 @@ def agent_keys(run, seed):
 
 def film(run, seed, maze):
     """Pictures [h, w, 3] of the run's first agent in its first episode, with its view lit up."""
-    rng, params = agent_keys(run, seed)[0], jax.tree.map(lambda x: x[0], run.params)
+    rng, params = agent_keys(run, seed)[0], jax.tree.map(lambda x: jnp.asarray(x[0]), run.params)
 
     @jax.jit
-    def move(memory, obs, state):
-        noise = gumbel(rng, tag(maze.name, 0), state.t)
-        inputs = jax.tree.map(lambda x: x[None], (obs, state.t == 0, noise))
-        memory, action = run.act(params, memory, *inputs)[:2]
-        return memory, *amaze.step(state, action[0])
+    def move(memory, obs, state, t):
+        noise = gumbel(rng, tag(maze.name, 0), t)
+        inputs = jax.tree.map(lambda x: x[None], (obs, t == 0, noise))
+        memory, action = run.train.act(params, memory, *inputs)[:2]
+        return memory, *run.train.step(state, action[0])
+
+    def picture(state):  # whatever else a script's state holds
+        is_maze = lambda x: isinstance(x, amaze.EnvState)
+        return amaze.render(*filter(is_maze, jax.tree.leaves(state, is_leaf=is_maze)))
 
     level = jax.tree.map(lambda x: x[0], maze.levels)
-    obs, state = amaze.reset(level, *maze[2:])
-    memory, done, pictures = run.initial_carry(1), False, [amaze.render(state)]
+    obs, state = run.train.reset(level, *maze[2:])
+    memory, done, pictures = run.train.initial_carry(1), False, [picture(state)]
     while not done:
-        memory, obs, state, _, done = move(memory, obs, state)
-        pictures.append(amaze.render(state))
+        memory, obs, state, _, done = move(memory, obs, state, len(pictures) - 1)
+        pictures.append(picture(state))
     return pictures
 
 
@@ -292,9 +287,9 @@ def film(run, seed, maze):
 
 def iqm(scores):
     """Interquartile mean: without the lowest and the highest quarter of the scores."""
-    scores = np.sort(scores, axis=None)
-    cut = len(scores) // 4
-    return scores[cut : len(scores) - cut].mean()
+    low = scores.size // 4
+    high = scores.size - low
+    return np.partition(scores, (low, high - 1), axis=None)[low:high].mean()
 
 
 AGGREGATES = {
@@ -305,31 +300,49 @@ AGGREGATES = {
 }
 
 
-def worst(scores):
-    """Each seed's mean over its WORST shares of the levels, ranked by solve rate [S, 3]."""
-    ranked = np.sort(scores, axis=1)
-    number = [math.ceil(ranked.shape[1] * share) for share in WORST.values()]
-    return np.stack([ranked[:, :n].mean(1) for n in number], axis=1)
+def worst(halves):
+    """Each seed's mean over its WORST shares of the levels [S, 3]; halves: solve rates [2, S, L].
+
+    Levels are ranked by one half of the episodes and the mean is over the other, which had no part
+    in the choice (by its own luck a mean would be too low); both ways round. Those that tie for
+    the last places share them."""
+    means = []
+    for number in (math.ceil(halves.shape[2] * share) for share in WORST.values()):
+        last = np.sort(halves)[..., number - 1 : number]
+        below, tied = halves < last, halves == last
+        places = number - below.sum(2, keepdims=True)
+        weight = below + tied * places / tied.sum(2, keepdims=True)
+        means.append((weight * halves[::-1]).sum(2).mean(0) / number)
+    return np.stack(means, axis=1)
 
 
 def bootstrap(scores, statistic, seed):
-    """Of each of n statistics: value, 2.5% and 97.5% points [n, 3].
+    """Of each of n statistics: value, 2.5% and 97.5% points [n, 3], NaN for fewer than MIN_SEEDS.
 
-    Stratified: for each maze by itself, its seeds are drawn anew with replacement."""
-    rng, values = np.random.default_rng(seed), []
-    for _ in range(RESAMPLES):
-        rows = rng.integers(len(scores), size=scores.shape)
-        values.append(statistic(np.take_along_axis(scores, rows, axis=0)))
+    Whole seeds are drawn anew with replacement, all mazes of a seed together: one trained agent
+    plays them all, so its scores are not independent."""
+    seeds = np.random.default_rng(seed).integers(len(scores), size=(RESAMPLES, len(scores)))
+    values = np.array([statistic(scores[rows]) for rows in seeds])
+    values += 0 if len(scores) >= MIN_SEEDS else np.nan
     return np.stack([statistic(scores), *np.quantile(values, (0.025, 0.975), axis=0)], axis=-1)
 
 
-def summarise(scores, names, seed, sampled):
-    """{maze or aggregate: value, low, high}."""
+def summarise(returns, names, seed, sampled):
+    """{maze or aggregate: value, low, high} of the solve rates in episodes [S, M, E]."""
+    rates = lambda returns: (returns > 0).mean(-1)  # [S, M]
     mean = lambda scores: scores.mean(0)
     aggregates = lambda scores: np.array([f(scores) for f in AGGREGATES.values()])
+    scores = rates(returns)
     summary = dict(zip(names, bootstrap(scores, mean, seed))) if len(names) <= MANY else {}
     summary |= zip(AGGREGATES, bootstrap(scores, aggregates, seed))
-    return summary | (dict(zip(WORST, bootstrap(worst(scores), mean, seed))) if sampled else {})
+    if sampled:
+        halves = np.stack([rates(returns[..., i::2]) for i in (0, 1)])
+        summary |= zip(WORST, bootstrap(worst(halves), mean, seed))
+    return summary
+
+
+def show(value, low, high):
+    return f"{value:.3f}" + ("" if np.isnan(low) else f" [{low:.3f}, {high:.3f}]")
 
 
 # --- checkpoints: data, from which nothing is executed
@@ -337,13 +350,10 @@ def summarise(scores, names, seed, sampled):
 
 def import_script(recorded, given):
     """The module of a run: one of SCRIPTS beside this file, or the one that the user names."""
-    if given and (recorded not in SCRIPTS or Path(given).name == recorded):
-        path = Path(given)
-    elif recorded in SCRIPTS:
-        path = Path(__file__).resolve().with_name(recorded)
-    else:
-        known = ", ".join(SCRIPTS)
-        raise Refused(f"made by {recorded!r}: allowed are {known}; name another by --script")
+    ours = recorded in SCRIPTS and Path(given).name != recorded
+    if not (ours or given):
+        raise Refused(f"made by {recorded!r}: allowed are {', '.join(SCRIPTS)}, or --script FILE")
+    path = Path(__file__).resolve().with_name(recorded) if ours else Path(given)
     if not (path.is_file() and path.suffix == ".py"):
         raise Refused(f"script {path}: allowed is a Python file")
     spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
@@ -352,32 +362,31 @@ def import_script(recorded, given):
     return module
 
 
+def read_config(folder):
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        config = {k: tuple(x) if isinstance(x, list) else x for k, x in config.items()}
+        return config | {"script": str(config["script"])}
+    except (OSError, ValueError, RecursionError, AttributeError, KeyError):
+        raise Refused("no config.json of a training: allowed is a run's folder or file") from None
+
+
 def read_run(path):
     """What a run folder or a file in it holds: config, update, rows and the state's dict."""
-    if not path.exists():
-        raise Refused("no such file or folder")
     path = path / "checkpoint.msgpack" if path.is_dir() else path
-    for file in (path, path.with_name("config.json")):
-        if not file.is_file():
-            raise Refused(f"no {file.name}: allowed is a run's folder or a checkpoint in one")
-    try:
-        config = json.loads(path.with_name("config.json").read_text())
-        config = {k: tuple(x) if isinstance(x, list) else x for k, x in config.items()}
-        config["script"] = str(config["script"])
-    except (ValueError, RecursionError, AttributeError, KeyError):
-        raise Refused("config.json is none that a training wrote") from None
+    config = read_config(path.parent)
     try:
         data = serialization.msgpack_restore(path.read_bytes())
         rows = [data["rows"][str(i)] for i in range(len(data["rows"]))]
         rows = [row | {"seed": int(row["seed"])} for row in rows]
         return config, int(data["step"]), rows, dict(data["state"])
     except Exception:  # whatever the parser makes of foreign bytes
-        raise Refused(f"{path.name} is truncated, or no checkpoint of a training") from None
+        raise Refused(f"{path.name} is missing, truncated or no checkpoint") from None
 
 
 def fit(expected, found, num_rows):
-    """The parameters [rows, ...] of shard 0, if they have the shapes of the config's network."""
-    fits = lambda x, y: y.shape == (len(y), num_rows, *x.shape) and y.dtype == x.dtype and len(y)
+    """The parameters [rows, ...], if they have the shapes of the config's network."""
+    fits = lambda x, y: y.shape == (num_rows, *x.shape) and y.dtype == x.dtype
     try:
         params = serialization.from_state_dict(expected, found)
         fine = jax.tree.leaves_with_path(jax.tree.map(fits, expected, params))
@@ -387,7 +396,7 @@ def fit(expected, found, num_rows):
         if not ok:
             name = jax.tree_util.keystr(where, simple=True, separator="/")
             raise Refused(f"{name}, {x.shape} in the checkpoint, is not of config.json's network")
-    return jax.tree.map(lambda x: x[0], params)
+    return params
 
 
 def load_run(path, args):
@@ -418,15 +427,18 @@ def load_run(path, args):
     chosen = [i for i, agent in enumerate(agents) if agent["agent"] in wanted[args.agent]]
     params = jax.tree.map(lambda x: x[chosen], params)
     folder = (path if path.is_dir() else path.parent).resolve()
-    return Run(folder.name, folder, Path(script).stem, update, [agents[i] for i in chosen],
-               params, train.act, train.initial_carry)
+    agents = [agents[i] for i in chosen]
+    return Run(folder.name, folder, Path(script).stem, update, agents, params, train)
 
 
 def load_runs(args):
-    """The runs that can be had, named by their folders, and a line for each that cannot."""
+    """The runs that can be had, named by their folders, and a line for each that cannot; sweeps
+    are ranked."""
     runs, refused = {}, []
     for path in dict.fromkeys(map(Path, args.runs)):
         try:
+            if path.is_dir():
+                rank(path, args)
             run = load_run(path, args)
             runs.setdefault((run.folder, run.update), run)
         except (Refused, OSError) as error:
@@ -441,6 +453,7 @@ def load_runs(args):
 
 def write(path, save):
     """A file as a whole: save(file) writes a temporary one, which then takes its place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     existed, temporary = path.exists(), path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -455,8 +468,7 @@ def tabulate(run, mazes, optimal, returns, lengths):
     """The rows of results.csv of a run, from its episodes [A, M, E]."""
     for agent, r, n in zip(run.agents, returns, lengths):
         who = {"run": run.name, "algorithm": run.algorithm, "update": run.update} | agent
-        scores = zip((r > 0).mean(1), r.mean(1), n.mean(1), optimal)
-        for maze, numbers in zip(mazes, scores):
+        for maze, *numbers in zip(mazes, (r > 0).mean(1), r.mean(1), n.mean(1), optimal):
             names = "solve_rate", "return", "length", "optimal_return"
             scores = {name: round(float(x), 6) for name, x in zip(names, numbers)}
             yield who | {"maze": maze.name, "episodes": r.shape[1]} | scores
@@ -464,24 +476,20 @@ def tabulate(run, mazes, optimal, returns, lengths):
 
 def to_csv(table):
     """Bytes of the table; where a run lacks a swept value, its cell is empty."""
+    columns = list(dict.fromkeys(name for row in table for name in row))
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in table for name in row)))
-    writer.writeheader()
-    writer.writerows(table)
+    csv.writer(text).writerows([columns, *([row.get(x) for x in columns] for row in table)])
     return text.getvalue().encode()
 
 
-def group_seeds(table):
-    """{label: rows} of rows that differ in seed and maze only; [S * M] each."""
-    usual = "run algorithm update agent seed maze episodes solve_rate return length optimal_return"
-    updates, groups = {(row["run"], row["update"]) for row in table}, {}
-    several = {run for run, _ in updates if sum(run == other for other, _ in updates) > 1}
-    for row in table:
-        label = row["run"] + (f" @{row['update']}" if row["run"] in several else "")
-        label += f", {row['agent']}" if row["agent"] not in ("student", "protagonist") else ""
-        swept = {name: x for name, x in row.items() if name not in usual.split()}
-        label += "".join(f", {name} {x}" for name, x in swept.items())
-        groups.setdefault(label, []).append(row)
+def group_seeds(run):
+    """{label: numbers of the agents} that differ in seed only."""
+    groups = {}
+    for i, agent in enumerate(run.agents):
+        role = [agent["agent"]] if agent["agent"] not in ("student", "protagonist") else []
+        swept = [f"{k} {x}" for k, x in agent.items() if k not in ("seed", "agent")]
+        label = ", ".join([f"{run.name} @{run.update}", *role, *swept])
+        groups.setdefault(label, []).append(i)
     return groups
 
 
@@ -493,30 +501,61 @@ def print_table(lines):
         print("  ".join([first.ljust(widths[0]), *cells]))
 
 
-def print_results(groups, summaries):
-    """A table of mazes for each group, and one of all groups."""
-    suite = [["solve rate"]]
-    for (label, rows), summary in zip(groups.items(), summaries):
-        seeds, mazes = len({row["seed"] for row in rows}), {}
-        show = ("{0[0]:.3f} [{0[1]:.3f}, {0[2]:.3f}]" if seeds > 1 else "{0[0]:.3f}").format
-        print(f"\n{label}: update {rows[0]['update']}, {seeds} seed(s), "
-              f"{rows[0]['episodes']} episodes for each seed and maze")
-        for row in rows:
-            mazes.setdefault(row["maze"], []).append(row)
-        lines = [["maze", "solve rate", "return", "optimal return", "length"]]
-        for name in mazes if rows[0]["maze"] in summary else []:
-            mean = lambda key: f"{np.mean([row[key] for row in mazes[name]]):.3f}"
-            others = map(mean, ("return", "optimal_return", "length"))
-            lines.append([name, show(summary[name]), *others])
-        print_table(lines) if len(lines) > 1 else None
-        over_all = {name: show(x) for name, x in summary.items() if name not in mazes}
-        suite[0] = ["solve rate", *over_all]
-        suite.append([label, *over_all.values()])
-    print(f"\nover {len(mazes)} maze(s), with 95% intervals if there are several seeds")
-    print_table(suite)
+def rank(folder, args):
+    """Print the points of a run's sweep, the best first, and draw them. A training's score is the
+    last in logs.csv, and 0 if there is none or something was not finite ("nan")."""
+    swept = [str(sweep).partition("=")[0] for sweep in read_config(folder).get("sweep") or ()]
+    if not (swept and (folder / "logs.csv").exists()):
+        return
+    points = {}
+    try:
+        table = list(csv.DictReader((folder / "logs.csv").read_text().splitlines()))
+        evaluated = any(row.get("eval_solve_rate") for row in table)
+        column = "eval_solve_rate" if evaluated else "train_solve_rate"
+        for row in table:
+            scores = points.setdefault(tuple(float(row[name]) for name in swept), {})
+            last = scores.get(row["seed"], 0.0)
+            lost = np.isnan(last) or "nan" in row.values()
+            scores[row["seed"]] = np.nan if lost else float(row[column] or last)
+        scores = np.array([list(x.values()) for x in points.values()]).reshape(len(points), -1)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise Refused("logs.csv is none that this run wrote") from None
+    points, diverged = np.array(list(points)), np.isnan(scores).sum(1)  # [N, swept], [N]
+    summary = bootstrap(np.nan_to_num(scores).T, lambda scores: scores.mean(0), args.seed)  # [N, 3]
+    lines = [[", ".join(swept), f"last {column}", ""]]
+    for i in np.lexsort((diverged, -summary[:, 0])):
+        point = ", ".join(f"{value:.4g}" for value in points[i])
+        lines.append([point, show(*summary[i]), f"{diverged[i]} diverged" if diverged[i] else ""])
+    print(f"{folder}: {len(points)} points, {scores.shape[1]} seed(s)")
+    print_table(lines)
+    figure = Figure(figsize=(4 * len(swept), 4), layout="constrained")
+    for name, x, axes in zip(swept, points.T, figure.subplots(1, len(swept), squeeze=False)[0]):
+        axes.plot(x, scores, "o", color="C0", alpha=0.4)
+        axes.plot(x[diverged > 0], 0 * x[diverged > 0], "x", color="C3")
+        axes.vlines(x, *summary.T[1:], color="C0")
+        axes.set(xlabel=name, ylabel=f"{column}, x: diverged", ylim=(-0.03, 1.03))
+        axes.set_xscale("log" if max(x) > 10 * min(x) > 0 else "linear")
+    path = Path(args.out or folder) / "sweep.png"
+    write(path, lambda file: figure.savefig(file, format="png", dpi=150))
 
 
-def plot_results(summaries, all_scores):
+def print_results(results, summaries, mazes, optimal):
+    """A table of mazes for each group of seeds, and one of all groups."""
+    over_all = []
+    for (label, (returns, lengths)), summary in zip(results.items(), summaries.values()):
+        print(f"\n{label}: {len(returns)} seed(s), {returns.shape[2]} episodes of each on a maze")
+        numbers = zip(mazes, returns.mean((0, 2)), optimal, lengths.mean((0, 2)))
+        lines = [[maze.name, show(*summary[maze.name]), *(f"{x:.3f}" for x in others)]
+                 for maze, *others in numbers if maze.name in summary]  # fmt: skip
+        header = ["maze", "solve rate", "return", "optimal return", "length"]
+        print_table([header, *lines]) if lines else None
+        names = [name for name in summary if name in AGGREGATES | WORST]
+        over_all.append([label, *(show(*summary[name]) for name in names)])
+    print(f"\nover {len(mazes)} maze(s), with 95% intervals from {MIN_SEEDS} seeds on")
+    print_table([["solve rate", *names], *over_all])
+
+
+def plot_results(results, summaries):
     """A Figure: points with intervals, and the performance profile; {label: ...} both."""
     names = list(next(iter(summaries.values())))
     figure = Figure(figsize=(9 + 0.45 * len(names), 5), layout="constrained")
@@ -527,7 +566,8 @@ def plot_results(summaries, all_scores):
         x = np.arange(len(names)) + 0.6 * ((i + 0.5) / len(summaries) - 0.5)
         points.vlines(x, low, high, color=f"C{i}")
         points.plot(x, value, "o", color=f"C{i}", markersize=4, label=label)
-        share = (all_scores[label][..., None] > tau).mean((0, 1))
+        rates = (results[label][0] > 0).mean(-1, keepdims=True)  # [S, M, 1]
+        share = (rates > tau).mean((0, 1))
         profile.step(tau, share, where="post", color=f"C{i}")
     points.set_xticks(range(len(names)), names, rotation=45, ha="right")
     points.set(ylabel="solve rate, 95% interval over seeds", ylim=(-0.03, 1.03))
@@ -536,31 +576,6 @@ def plot_results(summaries, all_scores):
     profile.set(xlabel="tau", ylabel="share of seeds x mazes with solve rate > tau")
     profile.set(xlim=(0, 1), ylim=(-0.03, 1.03))
     return figure
-
-
-def plot_mazes(mazes, optimal):
-    """A Figure of each maze's first level."""
-    mazes, columns = mazes[: 2 * MANY], min(8, len(mazes))
-    rows = -(-len(mazes) // columns)
-    figure = Figure(figsize=(1.8 * columns, 2.2 * rows), layout="constrained")
-    for axes in (grid := figure.subplots(rows, columns, squeeze=False).ravel()):
-        axes.axis("off")
-    for axes, maze, best in zip(grid, mazes, optimal):
-        axes.imshow(amaze.render(jax.tree.map(lambda x: x[0], maze.levels)))
-        axes.set_title(f"{maze.name}\nbest return {best:.3f}", fontsize=8)
-    return figure
-
-
-def report(table, mazes, args, sampled, out):
-    """Print the tables; write results.csv and results.png."""
-    groups, names = group_seeds(table), [maze.name for maze in mazes]
-    rates = {label: [row["solve_rate"] for row in rows] for label, rows in groups.items()}
-    scores = {label: np.reshape(x, (-1, len(mazes))) for label, x in rates.items()}
-    summaries = {k: summarise(x, names, args.seed, sampled) for k, x in scores.items()}
-    print_results(groups, summaries.values())
-    write(out / "results.csv", lambda file: file.write(to_csv(table)))
-    figure = plot_results(summaries, scores)
-    write(out / "results.png", lambda file: figure.savefig(file, format="png", dpi=150))
 
 
 # --- command line
@@ -588,42 +603,58 @@ def evaluate(args):
         return refused
     folders = [run.folder for run in runs] or [Path.cwd()]
     out = Path(args.out or os.path.relpath(os.path.commonpath(folders)))
-    out.mkdir(parents=True, exist_ok=True)
-    optimal, table = optimal_returns(mazes), []
+    optimal, results, table = optimal_returns(mazes), {}, []
     if args.show_levels:
-        figure = plot_mazes(mazes, optimal)
+        levels, owner = stack(mazes)
+        levels = jax.tree.map(lambda x: x[np.unique(owner, return_index=True)[1]], levels)
+        figure = amaze.plot_levels({"": (levels, {})})
+        for axes, maze, best in zip(figure.axes, mazes, optimal):
+            axes.set_title(f"{maze.name}\nbest return {best:.3f}", fontsize=8)
         write(out / "mazes.png", lambda file: figure.savefig(file, format="png"))
-    total = sum(len(run.agents) for run in runs) * len(mazes) * args.episodes
-    with tqdm(total=total, unit="episode", dynamic_ncols=True, disable=not runs) as bar:
-        for run in runs:
-            bar.set_postfix_str(run.name)
-            agents = run.act, run.initial_carry, run.params, agent_keys(run, args.seed)
-            played = play(*agents, mazes, args.episodes, args.batch_size, bar)
-            table += tabulate(run, mazes, optimal, *played)
-    if table:
-        report(table, mazes, args, sampled, out)
+    for run in runs:
+        agents = run.train, run.params, agent_keys(run, args.seed)
+        played = list(play(*agents, mazes, args.episodes, args.batch_size, run.name))
+        table += tabulate(run, mazes, optimal, *played)
+        for label, seeds in group_seeds(run).items():
+            results[label] = [x[seeds] for x in played]
+    if results:
+        summarise_all = partial(summarise, names=list(named), seed=args.seed, sampled=sampled)
+        summaries = {label: summarise_all(returns) for label, (returns, _) in results.items()}
+        print_results(results, summaries, mazes, optimal)
+        figure = plot_results(results, summaries)
+        write(out / "results.csv", lambda file: file.write(to_csv(table)))
+        write(out / "results.png", lambda file: figure.savefig(file, format="png", dpi=150))
     for run, name in ((run, name) for run in runs for name in films):
         first, *others = map(Image.fromarray, film(run, args.seed, named[name]))
-        durations = [100] * len(others) + [1000]  # milliseconds
         save = partial(first.save, format="GIF", save_all=True, append_images=others,
-                       duration=durations, loop=0)
+                       duration=[100] * len(others) + [1000], loop=0)  # milliseconds
         write(out / f"film_{run.name.replace('/', '_')}_{run.update}_{name}.gif", save)
     return refused
 
 
 def main():
-    status, args = 0, tyro.cli(Arguments, description=__doc__)
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__)  # as it stands; tyro would reflow it
+    args = tyro.cli(Arguments, description="")
+    by_user = jax.config.jax_num_cpu_devices, "device_count" in os.environ.get("XLA_FLAGS", "")
+    if by_user == (-1, False):  # each core of a CPU is a device
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        jax.config.update("jax_num_cpu_devices", cores)
     try:
         refused = evaluate(args)
-    except Refused as error:
+    except (Refused, OSError) as error:
         refused = [str(error)]
-    except OSError as error:
-        sys.exit(f"evaluate.py: error: {error}")
     for line in refused:
         print(f"evaluate.py: error: {line}", file=sys.stderr)
-        status = 2
-    sys.exit(status)
+    sys.exit(2 if refused else 0)
 
 
 if __name__ == "__main__":
     main()
+
+# What `uv run` installs
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["jax>=0.10", "jaxlib>=0.10", "flax>=0.12", "optax>=0.2.5", "distrax>=0.1.7",
+#                 "numpy>=2.0", "matplotlib>=3.9", "tyro>=0.9", "tqdm>=4.66"]
+# ///

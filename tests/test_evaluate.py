@@ -1,12 +1,14 @@
-"""evaluate.py against MiniGrid, breadth-first search, scipy, and checkpoints that lie."""
+"""evaluate.py against MiniGrid, breadth-first search, scipy, simulations, checkpoints that lie."""
 
 import csv
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections import deque
 from functools import cache
 from pathlib import Path
@@ -43,16 +45,20 @@ def flags(settings):
     return [x for k, v in settings.items() for x in (f"--{k.replace('_', '-')}", str(v))]
 
 
-def execute(script, *arguments):
-    command = [sys.executable, str(ROOT / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+def execute(*command, **environment):
+    """Python on a script (or -c) in a process of its own."""
+    command = [sys.executable, *map(str, command)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | environment
+    environment = {name: x for name, x in environment.items() if x is not None}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
-    return done
+    return done.stdout
 
 
 def call(capsys, monkeypatch, *arguments):
     """evaluate.py's command line in this process: (exit status, stdout, errors)."""
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, arguments)])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")  # as it is here
     with pytest.raises(SystemExit) as stop:
         evaluate.main()
     out, err = capsys.readouterr()
@@ -68,7 +74,7 @@ def read(path):
 def trained(tmp_path_factory):
     """A run folder of two seeds, trained for two updates."""
     folder = tmp_path_factory.mktemp("runs") / "dr"
-    execute("dr.py", "--out", str(folder), *flags(TINY))
+    execute(ROOT / "dr.py", "--out", folder, *flags(TINY))
     return folder
 
 
@@ -92,14 +98,14 @@ def some_mazes(episodes):
 
 @cache
 def random_agents():
-    """Four agents that differ and tell apart what they see: act, initial_carry, params, keys."""
+    """Four agents that differ and tell apart what they see: train, params, keys."""
     train = dr.make_train(dr.Config(**TINY))
     shapes = jax.eval_shape(train.init, jax.random.key(0)).student.params
     rng = np.random.default_rng(5)
     draw = lambda x: jnp.asarray(0.2 * rng.normal(size=(4, *x.shape)), x.dtype)
     params = jax.tree.map(draw, shapes)
     keys = evaluate.agent_keys(SimpleNamespace(agents=[{"seed": i} for i in range(4)]), 3)
-    return train.act, train.initial_carry, params, keys
+    return train, params, keys
 
 
 @cache
@@ -130,7 +136,7 @@ class Copy(MiniGridEnv):
 
 
 def test_results_equal_a_loop_over_minigrid():
-    act, initial_carry, params, keys = random_agents()
+    train, params, keys = random_agents()
     returns, lengths = played(0)
 
     @jax.jit
@@ -138,14 +144,14 @@ def test_results_equal_a_loop_over_minigrid():
         of = jax.tree.map(lambda x: x[a], params)
         obs = amaze.Observation(image[None], direction[None])
         noise = evaluate.gumbel(keys[a], tag, t)[None]
-        memory, action = act(of, memory, obs, (t == 0)[None], noise)[:2]
+        memory, action = train.act(of, memory, obs, (t == 0)[None], noise)[:2]
         return memory, action[0]
 
     for m, maze in enumerate(some_mazes(4)):
         for a, episode in np.ndindex(4, 4):
             i = episode % len(maze.levels.agent_dir)
             env = Copy(jax.tree.map(lambda x: np.asarray(x)[i], maze.levels), *maze[2:])
-            seen, memory, total, done = env.reset()[0], initial_carry(1), 0.0, False
+            seen, memory, total, done = env.reset()[0], train.initial_carry(1), 0.0, False
             tag = evaluate.tag(maze.name, episode)
             while not done:
                 view = np.uint8(seen["image"]), np.int32(seen["direction"])
@@ -159,8 +165,16 @@ def test_results_equal_a_loop_over_minigrid():
 
 
 def test_batch_size_does_not_matter():
-    for whole, small in zip(played(0), played(2)):  # 2: one lane for each of two agents
+    for whole, small in zip(played(0), played(1)):
         assert np.array_equal(whole, small)
+
+
+def test_devices_do_not_matter(tmp_path):
+    """Four agents on three devices: twelve players, each with a third of an agent's episodes."""
+    code = f"import test_evaluate as t; t.np.save({str(tmp_path / 'x.npy')!r}, t.played(0))"
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    execute("-c", code, PYTHONPATH=path, JAX_NUM_CPU_DEVICES="3")
+    assert np.array_equal(np.load(tmp_path / "x.npy"), played(0))
 
 
 def test_padding_and_other_mazes_do_not_matter():
@@ -198,9 +212,10 @@ def test_oracle_gets_the_optimal_return_and_idler_nothing():
         t = jnp.where(is_first, 0, carry)
         return t + 1, plan[t]
 
-    start = lambda batch: jnp.zeros(batch, int)
-    agents = act, start, jnp.array(plans), jax.random.split(jax.random.key(0), len(plans))
-    returns, lengths = evaluate.play(*agents, mazes, 1)
+    train = SimpleNamespace(act=act, initial_carry=lambda batch: jnp.zeros(batch, int),
+                            reset=amaze.reset, step=amaze.step)  # fmt: skip
+    rngs = jax.random.split(jax.random.key(0), len(plans))
+    returns, lengths = evaluate.play(train, jnp.array(plans), rngs, mazes, 1)
     m = np.arange(len(mazes))
     assert (returns[m, m, 0] > 0).all()
     assert np.allclose(returns[m, m, 0], evaluate.optimal_returns(mazes), atol=1e-6)
@@ -256,21 +271,77 @@ def test_intervals_equal_scipys():
     scores = np.random.default_rng(1).random((6, 3)) ** [1, 2, 3]
     for statistic in evaluate.AGGREGATES.values():
         of = lambda *mazes: statistic(np.stack(mazes, axis=1))
-        interval = scipy.stats.bootstrap(scores.T, of, n_resamples=2000, vectorized=False,
-                                         method="percentile", random_state=0).confidence_interval
+        interval = scipy.stats.bootstrap(
+            tuple(scores.T), of, n_resamples=2000, paired=True, vectorized=False,
+            method="percentile", random_state=0).confidence_interval  # fmt: skip
         value, low, high = evaluate.bootstrap(scores, lambda x: np.array([statistic(x)]), 0)[0]
         assert value == statistic(scores)
         assert (low, high) == pytest.approx(tuple(interval), abs=0.02)
         assert high - low > 0.1
 
 
-def test_worst_levels_are_each_seeds_own():
-    scores = np.ones((2, 1000))
-    scores[0, :50], scores[1, 500:505] = 0.0, 0.4
-    assert evaluate.worst(scores) == pytest.approx(np.array([[0.5, 0, 0], [0.97, 0.7, 0.4]]))
-    summary = evaluate.summarise(scores, [str(i) for i in range(1000)], 0, True)
+@pytest.mark.parametrize("num_mazes", [12, 300])
+def test_intervals_hold_the_truth(num_mazes, monkeypatch):
+    """New trainings of a known population, on the same mazes: 95% of intervals hold its values."""
+    monkeypatch.setattr(evaluate, "RESAMPLES", 300)
+    rng = np.random.default_rng(num_mazes)
+    hardness = rng.normal(0.5, 1.5, num_mazes)
+
+    def train(seeds):
+        skill = rng.normal(0, 0.7, (seeds, 1)) + rng.normal(0, 0.5, (seeds, num_mazes))
+        return rng.binomial(20, 1 / (1 + np.exp(hardness - skill))) / 20
+
+    aggregates = lambda scores: np.array([f(scores) for f in evaluate.AGGREGATES.values()])
+    statistic = aggregates if num_mazes < 50 else lambda scores: scores.mean(keepdims=True)[0]
+    truth, trainings = statistic(train(20_000)), [train(32) for _ in range(400)]
+    intervals = np.array([evaluate.bootstrap(scores, statistic, 0) for scores in trainings])
+    held = (intervals[..., 1] <= truth) & (truth <= intervals[..., 2])
+    assert (held.mean(0) >= 0.9).all() and (held.mean(0) < 0.99).all(), held.mean(0)
+
+
+def test_fewer_than_three_seeds_have_no_interval(run, capsys, monkeypatch):
+    returns = np.random.default_rng(0).random((4, 5, 6)) - 0.5
+    for seeds in (1, 2, 3, 4):
+        summary = evaluate.summarise(returns[:seeds], "abcde", 0, True)
+        values = np.array([*summary.values()])
+        assert np.isfinite(values[:, 0]).all() and (np.isnan(values[:, 1:]) == (seeds < 3)).all()
+    _, out, _ = call(capsys, monkeypatch, run, "--mazes", "MiniMaze", "--episodes", "2")
+    table = out[out.index("maze  ") :]
+    assert "IQM" in table and "[" not in table
+
+
+def flip(rng, rates, episodes, seeds=1):
+    """Returns [seeds, levels, episodes] of episodes with these rates of success."""
+    return 0.7 * (rng.random((seeds, len(rates), episodes)) < np.reshape(rates, (-1, 1)))
+
+
+def test_worst_levels_are_no_worse_than_they_are():
+    """0.9 on every level is 0.9 on the worst; by ranking and reporting on the same ten episodes
+    it would read 0.72, 0.59 and 0.49."""
+    returns = flip(np.random.default_rng(0), np.full(1000, 0.9), 10, seeds=32)
+    summary = evaluate.summarise(returns, [str(i) for i in range(1000)], 0, True)
     assert [*summary] == [*evaluate.AGGREGATES, *evaluate.WORST]
-    assert summary["worst 0.1%"] == pytest.approx([0.2, 0, 0.4])
+    # 64 means (32 seeds, both ways round) of 100, 10 and 1 levels, of five episodes each
+    for name, levels in zip(evaluate.WORST, (100, 10, 1)):
+        error = (0.9 * 0.1 / (64 * levels * 5)) ** 0.5
+        assert abs(summary[name][0] - 0.9) < 4 * error, (name, summary[name])
+
+
+def test_worst_levels_are_found():
+    rates = np.linspace(0, 1, 1000) ** 0.2
+    returns = flip(np.random.default_rng(1), rates, 400, seeds=3)
+    summary = evaluate.summarise(returns, [str(i) for i in range(1000)], 0, True)
+    for name, levels in zip(evaluate.WORST, (100, 10, 1)):
+        assert summary[name][0] == pytest.approx(rates[:levels].mean(), abs=0.02), name
+
+
+def test_worst_levels_are_each_seeds_own_and_ties_share():
+    halves = np.ones((2, 2, 1000))
+    halves[:, 0, :50], halves[:, 1, 500:505] = 0.0, 0.4
+    assert evaluate.worst(halves) == pytest.approx(np.array([[0.5, 0, 0], [0.97, 0.7, 0.4]]))
+    halves = np.ones((2, 1, 1000))
+    halves[0, 0, 300:304], halves[1, 0, 303] = 0.2, 0.6  # four levels for one place; and back
+    assert evaluate.worst(halves)[0, 2] == pytest.approx((0.9 + 0.2) / 2)
 
 
 def test_csv_round_trips_and_groups_by_swept_value():
@@ -280,6 +351,7 @@ def test_csv_round_trips_and_groups_by_swept_value():
     returns = np.maximum(rng.random((4, 2, 3)) - 0.5, 0)
     mazes = [SimpleNamespace(name=name) for name in "AB"]
     table = list(evaluate.tabulate(run, mazes, [0.9, 0.8], returns, rng.integers(1, 9, (4, 2, 3))))
+    assert evaluate.group_seeds(run) == {"dr @7, lr 0.0001": [0, 1], "dr @7, lr 0.3": [2, 3]}
     table.append(table[0] | {"run": "plr", "agent": "antagonist"})
     del table[-1]["lr"]
     lines = list(csv.DictReader(evaluate.to_csv(table).decode().splitlines()))
@@ -287,10 +359,6 @@ def test_csv_round_trips_and_groups_by_swept_value():
     types = [{k: type(x) for k, x in row.items()} for row in table]
     assert [{k: t[k](x) for k, x in line.items()} for t, line in zip(types, lines)] == table
     assert table[3]["solve_rate"] == pytest.approx((returns[1, 1] > 0).mean(), abs=1e-6)
-    sizes = {label: len(rows) for label, rows in evaluate.group_seeds(table).items()}
-    assert sizes == {"dr, lr 0.0001": 4, "dr, lr 0.3": 4, "plr, antagonist": 1}
-    table[-1] |= {"run": "dr", "update": 9, "agent": "student"}
-    assert "dr @9" in evaluate.group_seeds(table)
 
 
 # --- the command
@@ -299,7 +367,7 @@ def test_csv_round_trips_and_groups_by_swept_value():
 def test_a_run_from_end_to_end(run, capsys, monkeypatch):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     options = "--mazes", "FourRooms,MiniMaze", "--episodes", "1", "--gif", "MiniMaze"
-    first = execute("evaluate.py", str(run), *options, "--show-levels")
+    first = execute(ROOT / "evaluate.py", run, *options, "--show-levels")
     names = {"results.csv", "results.png", "mazes.png", "film_dr_2_MiniMaze.gif"}
     after = {path for path in run.rglob("*") if path.is_file()}
     assert {path.name for path in after - set(before)} == names
@@ -310,7 +378,7 @@ def test_a_run_from_end_to_end(run, capsys, monkeypatch):
     assert {row["optimal_return"] for row in table if row["maze"] == "MiniMaze"} == {"0.8125"}
     assert [*table[0]] == ("run algorithm update seed agent maze episodes solve_rate return length "
                            "optimal_return").split()  # fmt: skip
-    assert "written" in first.stdout and "IQM" in first.stdout and "2 seed(s)" in first.stdout
+    assert "written" in first and "IQM" in first and "2 seed(s)" in first
     with Image.open(run / "film_dr_2_MiniMaze.gif") as gif:  # equal pictures in a row are merged
         durations = [gif.seek(i) or gif.info["duration"] for i in range(gif.n_frames)]
     assert sum(durations) == 100 * float(table[1]["length"]) + 1000
@@ -327,7 +395,7 @@ def test_good_runs_are_evaluated_and_bad_ones_named(run, tmp_path, capsys, monke
     options = "--mazes", "MiniMaze", "--episodes", "2", "--out", out
     status, stdout, errors = call(capsys, monkeypatch, *runs, *options)
     assert status == 2 and len(errors) == 2
-    assert str(runs[0]) in errors[0] and "allowed" in errors[0] and str(runs[2]) in errors[1]
+    assert all(str(path) in line and "allowed" in line for path, line in zip(runs[::2], errors))
     assert {(row["run"], row["update"]) for row in read(out / "results.csv")} == {
         ("dr", "1"), ("dr", "2")}  # fmt: skip
     assert "dr @1" in stdout and "dr @2" in stdout
@@ -343,20 +411,20 @@ def test_agents_are_those_of_the_checkpoint(run):
     found = load(run)
     data = serialization.msgpack_restore((run / "checkpoint.msgpack").read_bytes())
     assert found.agents == [{"seed": i, "agent": "student"} for i in (0, 1)] and found.update == 2
-    kernel = data["state"]["student"]["params"]["params"]["conv"]["kernel"]  # [shards, rows, ...]
-    assert np.array_equal(found.params["params"]["conv"]["kernel"], kernel[0])
+    kernel = data["state"]["student"]["params"]["params"]["conv"]["kernel"]  # [rows, ...]
+    assert np.array_equal(found.params["params"]["conv"]["kernel"], kernel)
 
 
 def test_students_of_paired(tmp_path):
     config = dict(rnn="none", teacher_rnn="none", teacher_filters=1, height=5, width=5, n_walls=2)
     init, rng = paired.make_train(paired.Config(**config)).init, np.random.default_rng(0)
-    draw = lambda x: rng.normal(size=(1, 2, *x.shape)).astype(x.dtype)  # [shards, rows, S, ...]
+    draw = lambda x: rng.normal(size=(2, *x.shape)).astype(x.dtype)  # [rows, S, ...]
     students = jax.tree.map(draw, jax.eval_shape(init, jax.random.key(0)).students)
     data = {"step": 3, "rows": {"0": {"seed": 4, "lr": 0.1}, "1": {"seed": 5, "lr": 0.2}},
             "state": {"students": serialization.to_state_dict(students)}}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"script": "paired.py"} | config))
     (tmp_path / "checkpoint.msgpack").write_bytes(serialization.msgpack_serialize(data))
-    kernel = students.params["params"]["conv"]["kernel"][0]
+    kernel = students.params["params"]["conv"]["kernel"]
     for agent, names in {"protagonist": ["protagonist"], "antagonist": ["antagonist"],
                          "all": ["protagonist", "antagonist"]}.items():  # fmt: skip
         found = load(tmp_path, agent=agent)
@@ -385,6 +453,85 @@ def test_a_hacked_copy_needs_script(run, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "ran").exists()
     assert load(run, script=str(mine)).algorithm == "my_dr"
     assert (tmp_path / "ran").exists()
+
+
+HACKED = '''
+"""The student sees its last action and reward, and nothing else; every step costs 0.001."""
+from dataclasses import dataclass
+from typing import NamedTuple
+import jax
+import jax.numpy as jnp
+import optax  # as any script would
+import amaze
+from flax import struct
+
+@dataclass(frozen=True)
+class Config:
+    bias: float = 0.0
+
+class Student(NamedTuple):
+    params: dict
+
+class RunnerState(struct.PyTreeNode):
+    student: Student
+
+class Last(NamedTuple):
+    maze: amaze.EnvState
+    rng: jax.Array
+
+def make_train(config):
+    def init(rng):
+        return RunnerState(Student({"action": jnp.zeros((8, 7)), "reward": jnp.zeros(7)}))
+
+    def reset(level, max_steps=250, see_through_walls=True):
+        state = amaze.reset(level, max_steps, see_through_walls)[1]
+        return {"action": jnp.full((), 7), "reward": jnp.zeros(())}, Last(state, jax.random.key(0))
+
+    def step(state, action):
+        _, maze, reward, done = amaze.step(state.maze, action)
+        reward = reward - 0.001
+        return {"action": action, "reward": reward}, Last(maze, state.rng), reward, done
+
+    def act(params, carry, obs, is_first, noise):
+        logits = params["action"][obs["action"]] + 1000 * obs["reward"][:, None] * params["reward"]
+        return carry, jnp.argmax(logits + noise, axis=-1), None, None
+
+    train = lambda rng: init(rng)
+    train.init, train.act, train.reset, train.step = init, act, reset, step
+    train.initial_carry = lambda batch: ()
+    return train
+'''
+
+
+def test_a_hacked_student_sees_what_it_was_trained_on(tmp_path, capsys, monkeypatch):
+    mine, run, rng = tmp_path / "my_dr.py", tmp_path / "mine", np.random.default_rng(0)
+    mine.write_text(HACKED)
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps({"script": "my_dr.py", "bias": 0.5}))
+    shapes = {"action": (2, 8, 7), "reward": (2, 7)}  # of two seeds
+    params = {name: rng.normal(size=x).astype(np.float32) for name, x in shapes.items()}
+    data = {"step": 1, "rows": {"0": {"seed": 0}, "1": {"seed": 9}},
+            "state": {"student": {"params": params}}}  # fmt: skip
+    (run / "checkpoint.msgpack").write_bytes(serialization.msgpack_serialize(data))
+    options = "--mazes", "MiniMaze", "--episodes", "1", "--gif", "MiniMaze", "--script", mine
+    status, _, errors = call(capsys, monkeypatch, run, *options)
+    assert status == 0, errors
+
+    keys = evaluate.agent_keys(SimpleNamespace(agents=data["rows"].values()), 0)
+    level, step = amaze.TEST_MAZES["MiniMaze"].sample(keys[0]), jax.jit(amaze.step)
+    for i, row in enumerate(read(run / "results.csv")):
+        state = amaze.reset(level, *amaze.TEST_MAZES["MiniMaze"][1:])[1]
+        action, reward, total, done, t = 7, 0.0, 0.0, False, 0
+        while not done:
+            logits = params["action"][i, action] + 1000 * reward * params["reward"][i]
+            noise = evaluate.gumbel(keys[i], evaluate.tag("MiniMaze", 0), t)
+            action = int(np.argmax(logits + noise))
+            _, state, reward, done = step(state, action)
+            reward, t = float(reward) - 0.001, t + 1
+            total += reward
+        assert int(float(row["length"])) == t
+        assert float(row["return"]) == pytest.approx(total, abs=1e-5)
+    assert (run / "film_mine_1_MiniMaze.gif").exists()
 
 
 class Payload:
@@ -436,7 +583,7 @@ def forget_kernel(student):
 
 def fewer_rows(student):
     conv = student["params"]["params"]["conv"]
-    conv["bias"] = conv["bias"][:, :1]
+    conv["bias"] = conv["bias"][:1]
 
 
 LIES = {
@@ -457,7 +604,7 @@ LIES = {
     "a wrong type": (lambda run, mark: change_config(run, hidden_size="8"), "hidden_size"),
     "no config": (lambda run, mark: (run / "config.json").unlink(), "config.json"),
     "config of no sense": (lambda run, mark: (run / "config.json").write_text("[1"), "config.json"),
-    "no checkpoint": (lambda run, mark: (run / "checkpoint.msgpack").unlink(), "allowed"),
+    "no checkpoint": (lambda run, mark: (run / "checkpoint.msgpack").unlink(), "missing"),
 }
 
 
@@ -474,13 +621,14 @@ def test_lies_are_refused_and_nothing_is_executed(lie, run, tmp_path, capsys, mo
 
 
 @pytest.mark.parametrize("arguments, named", {
-    "--mazes Labyrinth,Labyrint": "Labyrint'",
+    "--mazes Labyrinth,Labyrint": "mazes = Labyrint:",
     "--agent antagonist": "protagonist",
     "--episodes 0": "at least 1",
     "--batch-size -1": "at least 0",
     "--mazes MiniMaze --gif Labyrinth": "MiniMaze",
     "--maze-file nowhere.txt": "nowhere.txt",
     "--maze-file bad.txt": "maze 2: unknown character",
+    "--suite sampled --levels 5 --episodes 1": "at least 2",
     "--script nowhere.py": "",
 }.items())  # fmt: skip
 def test_bad_arguments(arguments, named, run, tmp_path, capsys, monkeypatch):
@@ -495,3 +643,109 @@ def test_bad_arguments(arguments, named, run, tmp_path, capsys, monkeypatch):
 def test_without_runs(capsys, monkeypatch):
     status, _, errors = call(capsys, monkeypatch)
     assert status == 2 and "no runs" in errors[0]
+
+
+# --- sweeps
+
+
+def write_sweep(folder, scores, diverged=(), column="eval_solve_rate"):
+    """logs.csv of a sweep as a run writes it: scores {(lr, gamma): one for each seed}."""
+    folder.mkdir(exist_ok=True)
+    sweep = ["lr=log:1e-5:1e-3:3", "gamma=0.9,0.99"]
+    (folder / "config.json").write_text(json.dumps({"script": "dr.py", "sweep": sweep}))
+    with open(folder / "logs.csv", "w", newline="") as file:
+        names = ["update", "seed", "lr", "gamma", "policy_loss", "train_solve_rate"]
+        names += ["eval_solve_rate"] * (column == "eval_solve_rate")
+        log = csv.DictWriter(file, names, restval="")
+        log.writeheader()
+        for update in (10, 20, 30):
+            for (lr, gamma), of_seeds in scores.items():
+                for seed, score in enumerate(of_seeds):
+                    lost = (lr, gamma, seed) in diverged
+                    row = {"update": update, "seed": seed, "lr": lr, "gamma": gamma}
+                    loss = {10: "0.1", 20: "nan" if lost else "0.1", 30: ""}[update]
+                    row |= {"policy_loss": loss, "train_solve_rate": 0.77}
+                    # another score at first, and none at the end but of what has diverged
+                    row[column] = {10: 0.3, 20: score, 30: 0.99 if lost else ""}[update]
+                    log.writerow(row)
+
+
+def ranking(out):
+    """Lines of the table that is printed: [point, score, note]."""
+    lines = out.split("seed(s)\n")[1].splitlines()
+    return [re.split(r"  +", line.strip()) for line in lines if line[:2] in ("lr", "0.", "1e")]
+
+
+@pytest.mark.parametrize("column", ["eval_solve_rate", "train_solve_rate"])
+def test_a_sweep_is_ranked_from_its_logs(column, tmp_path, capsys, monkeypatch):
+    scores = {(1e-5, 0.9): [0.5, 0.6, 0.7, 0.6], (1e-5, 0.99): [0.9, 0.8, 0.8, 0.9],
+              (1e-3, 0.9): [0.95, 0.95, 0.95, 0.95], (1e-3, 0.99): [0.0, 0.0, 0.0, 0.0],
+              (1e-4, 0.9): [0.9, 0.9, 0.9, 0.9]}  # fmt: skip
+    diverged = {(1e-3, 0.9, seed) for seed in range(4)} | {(1e-4, 0.9, 1)}
+    write_sweep(tmp_path / "sweep", scores, diverged, column)
+    _, out, errors = call(capsys, monkeypatch, tmp_path / "sweep")
+    assert len(errors) == 1 and "checkpoint.msgpack" in errors[0]  # it was not needed till then
+    table = ranking(out)
+    assert table[0] == ["lr, gamma", f"last {column}"]
+    assert [line[0] for line in table[1:]] == [
+        "1e-05, 0.99", "0.0001, 0.9", "1e-05, 0.9", "0.001, 0.99", "0.001, 0.9"]  # fmt: skip
+    assert [line[2:] for line in table[1:]] == [[], ["1 diverged"], [], [], ["4 diverged"]]
+    best, one_lost = (re.findall(r"[\d.]+", line[1]) for line in table[1:3])
+    assert best[0] == "0.850" and 0.8 <= float(best[1]) < 0.85 < float(best[2]) <= 0.9
+    assert one_lost[0] == "0.675" and float(one_lost[1]) < 0.5  # 0.9 with one of four 0
+    with Image.open(tmp_path / "sweep" / "sweep.png") as image:
+        assert image.width > image.height
+
+
+def test_a_sweep_of_two_seeds_has_no_intervals(tmp_path, capsys, monkeypatch):
+    write_sweep(tmp_path / "sweep", {(1e-5, 0.9): [0.5, 0.6], (1e-4, 0.9): [0.7, 0.8]})
+    out = call(capsys, monkeypatch, tmp_path / "sweep", "--out", tmp_path / "results")[1]
+    assert [line[1] for line in ranking(out)[1:]] == ["0.750", "0.550"]
+    assert (tmp_path / "results" / "sweep.png").exists()
+
+
+def test_logs_of_another_run_are_refused(tmp_path, capsys, monkeypatch):
+    write_sweep(tmp_path / "sweep", {(1e-5, 0.9): [0.5]})
+    for text in ("update,seed\n10,0\n", "", "seed,lr,gamma,eval_solve_rate\n0,x,y,z\n"):
+        (tmp_path / "sweep" / "logs.csv").write_text(text)
+        status, _, errors = call(capsys, monkeypatch, tmp_path / "sweep")
+        assert status == 2 and len(errors) == 1 and "logs.csv" in errors[0]
+
+
+# --- devices, help, requirements
+
+
+def test_every_core_is_a_device_unless_the_user_says_otherwise():
+    code = """
+import sys, jax, evaluate
+sys.argv = ["evaluate.py"]
+try:
+    evaluate.main()
+except SystemExit:
+    print(len(jax.devices("cpu")))
+"""
+    cores = len(os.sched_getaffinity(0))
+    flag = f"--xla_force_host_platform_device_count={cores + 2}"
+    for environment, number in (({}, cores), ({"JAX_NUM_CPU_DEVICES": str(cores + 1)}, cores + 1),
+                                ({"XLA_FLAGS": flag}, cores + 2)):  # fmt: skip
+        clean = {"JAX_NUM_CPU_DEVICES": None, "XLA_FLAGS": ""} | environment
+        assert int(execute("-c", code, **clean)) == number
+
+
+def test_help_shows_the_docstring_as_it_stands():
+    out = execute(ROOT / "evaluate.py", "--help")
+    assert out.startswith(evaluate.__doc__) and out.count("Shapes ") == 1 and "--batch-size" in out
+
+
+def test_inline_metadata_is_the_requirements():
+    block = r"(?m)^# /// script$\n((?:^#(?:| .*)$\n)+)^# ///$"
+    (text,) = re.findall(block, (ROOT / "evaluate.py").read_text())
+    metadata = tomllib.loads("".join(line[2:] for line in text.splitlines(keepends=True)))
+    assert metadata["requires-python"] == ">=3.11"
+    requirements = (ROOT / "requirements.txt").read_text().split()
+    assert sorted(metadata["dependencies"]) == sorted(requirements)
+
+
+def test_every_script_is_known():
+    made = {path.name for path in ROOT.glob("*.py") if "\ndef make_train(" in path.read_text()}
+    assert len(made) >= 4 and made <= set(evaluate.SCRIPTS)
