@@ -40,8 +40,9 @@ def train():
         writer.writeheader()
         for mode, students in STUDENTS.items():
             out = Path(folder) / mode
-            options = ["--regret", mode, "--num-students", str(students), "--out", str(out), *OPTIONS]
-            subprocess.run([sys.executable, HERE.parent / "paired.py", *options], check=True)
+            given = ["--regret", mode, "--num-students", str(students), "--out", str(out)]
+            command = [sys.executable, HERE.parent / "paired.py", *given, *OPTIONS]
+            subprocess.run(command, check=True)
             with open(out / "logs.csv", newline="") as log:
                 writer.writerows({"mode": mode} | row for row in csv.DictReader(log))
 

@@ -4,8 +4,8 @@
     python benchmarks/results.py --evaluate      # what is trained, beside the published figures
 
 Runs are trained one after the other, in order of interest. Each goes on from its checkpoint, so a
-piece may end when its minutes are over; the run that is going on then saves and stops. All get the
-same number of gradient updates, whatever share of its cycles a method learns from.
+piece may end when its minutes are over; the run that is going on then saves and stops. All get
+about 30,000 gradient updates, the published length: the scripts' own defaults count the cycles.
 """
 
 import argparse
@@ -20,20 +20,19 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 S5 = "--rnn s5 --lr 1e-4 --ent-coef 1e-3"
 S5_PARALLEL = "--parallel --rnn s5 --lr 1e-4 --gae-lambda 0.98 --ent-coef 1e-3"
-METHODS = {  # name: gradient updates per cycle, script and options (README, "S5 policies")
-    "accel": (0.8, "accel.py"),
-    "plr": (0.5, "plr.py"),
-    "dr": (1, "dr.py"),
-    "plr_parallel": (1, "plr.py --parallel"),
-    "accel_parallel": (1, "accel.py --parallel"),
-    "accel_s5": (0.5, f"accel.py {S5} --gamma 0.995 --replay-prob 0.5 --staleness-coef 0.3 "
-                      "--temperature 0.1 --num-edits 10"),
-    "plr_s5": (0.5, f"plr.py {S5} --staleness-coef 0.5 --temperature 0.5"),
-    "dr_s5": (1, "dr.py --rnn s5 --lr 3e-5"),
-    "plr_parallel_s5": (1, f"plr.py {S5_PARALLEL} --staleness-coef 0.5 --temperature 0.5"),
-    "accel_parallel_s5": (1, "accel.py --parallel --rnn s5 --lr 3e-5 --ent-coef 0 "
-                             "--temperature 0.1"),
-    "paired": (1, "paired.py"),
+METHODS = {  # name: script and options (README, "S5 policies")
+    "accel": "accel.py",
+    "plr": "plr.py",
+    "dr": "dr.py",
+    "plr_parallel": "plr.py --parallel",
+    "accel_parallel": "accel.py --parallel",
+    "accel_s5": f"accel.py {S5} --gamma 0.995 --replay-prob 0.5 --num-updates 60000 "
+                "--staleness-coef 0.3 --temperature 0.1 --num-edits 10",
+    "plr_s5": f"plr.py {S5} --s5-norm before --staleness-coef 0.5 --temperature 0.5",
+    "dr_s5": "dr.py --rnn s5 --lr 3e-5",
+    "plr_parallel_s5": f"plr.py {S5_PARALLEL} --staleness-coef 0.5 --temperature 0.5",
+    "accel_parallel_s5": "accel.py --parallel --rnn s5 --lr 3e-5 --ent-coef 0 --temperature 0.1",
+    "paired": "paired.py",
 }  # fmt: skip
 PUBLISHED = {  # solve rates of dcd's own result files, 5 seeds: ACCEL, robust PLR, DR
     "SixteenRooms": (1.00, 0.95, 0.87), "SixteenRooms2": (0.93, 0.49, 0.53),
@@ -58,12 +57,10 @@ def done(folder):
 
 def train(name, options, deadline):
     """Train a method until it is done or the time is over -> whether it is done."""
-    share, command = METHODS[name]
     folder = options.out / name
     if not done(folder)[1]:
-        script, *given = command.split()
-        given += f"--seeds {options.seeds} --num-updates {round(options.updates / share)}".split()
-        given += options.options.split()
+        script, *given = METHODS[name].split()
+        given += f"--seeds {options.seeds} {options.options}".split()
         given = ["--resume"] if (folder / "config.json").exists() else given
         words = [sys.executable, HERE.parent / script, *given, "--out", folder]
         process = subprocess.Popen(list(map(str, words)))
@@ -104,7 +101,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long")
-    parser.add_argument("--updates", type=int, default=20_000, help="gradient updates of each")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--options", default="", help="further options of the scripts, quoted")
     parser.add_argument("--out", type=Path, default=Path("runs/results"))

@@ -1,16 +1,18 @@
 """How fast it is: stepping, training, compiling, evaluating; alone or beside other libraries.
 
-    python benchmarks/speed.py                               # on two CPU cores about 15 minutes
+    python benchmarks/speed.py                                  # on two CPU cores about XX minutes
     python benchmarks/speed.py --only train --scripts dr plr --peers
     python benchmarks/speed.py --only env --sizes 2048 --rounds 9
-    python benchmarks/speed.py --only                        # only draws speed.md and speed.png
+    python benchmarks/speed.py --only compile --against FOLDER  # in turn with another checkout
+    python benchmarks/speed.py --only                           # only draws speed.md and speed.png
 
 speed.json holds every measurement, speed.md the tables, speed.png a picture. A run replaces the
 entries of what it measures again and keeps the others. The method, and the targets: README.md.
 
 Processes take turns: each compiles its programs, runs each once, then runs one when asked. A turn
 lasts 0.2 s or one run, whichever is longer, and gives its median; a round is a turn of everything.
-Ratios are within a round; what is shown is the median over rounds.
+To compile and to evaluate are whole processes of the command line instead. Ratios are within a
+round; what is shown is the median over rounds.
 """
 
 import argparse
@@ -20,7 +22,7 @@ import importlib.metadata
 import json
 import os
 import platform
-import resource
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +34,7 @@ from statistics import median
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS, SECTIONS = ("dr", "plr", "accel"), ("env", "train", "paired", "compile", "evaluate", "rnn")
+ONE = "ours, one device"  # with --devices 1; also the bare network
 JAX = f"jax=={importlib.metadata.version('jax')}"  # one JAX for all
 PEERS = {  # name: what pip installs, call by call
     "jaxued": [[JAX, "jaxued==0.0.1", "six"]],
@@ -78,8 +81,8 @@ def env_programs(library, driver, sizes):
 
 
 def train_programs(library, driver, script, core, seeds):
-    """An update of each kind, for each number of seeds; for our part also the bare network."""
-    if library == "ours":
+    """An update of each kind, here for each number of seeds; with one device the bare network."""
+    if library == ONE:
         yield from driver.bare(script, core)
         if script == "dr" and max(seeds) > 1:
             yield from driver.bare(script, core, max(seeds))
@@ -87,9 +90,10 @@ def train_programs(library, driver, script, core, seeds):
     if script in ("plr", "accel"):
         edits = script == "accel"
         rollouts = {"replay cycle": 1 + edits, "fresh cycle": 1, "--parallel": 2 + edits}
-    for number in seeds:
+    for number in seeds if library == "ours" else [1]:
         for cycle, many in rollouts.items():
-            given = {"seeds": number} if library == "ours" else {}
+            ours = {"seeds": number, "devices": int(library == ONE)}
+            given = ours if library in ("ours", ONE) else {}
             given |= {"track_env_metrics": False} if "no level metrics" in library else {}
             name = " ".join([script, *cycle.split(), f"--rnn {core}, {number} seed(s)"])
             notes = {"seeds": number, "env_steps": many * number * 256 * 32}
@@ -108,17 +112,14 @@ def work(library, section, settings):
         make = {"env": env_programs}.get(section, train_programs)
         programs = make(library, driver, **settings)
     else:
-        make = {"compile": "compilation", "evaluate": "evaluation", "rnn": "cores"}[section]
-        programs = getattr(driver, make)(**settings)
+        programs = driver.cores(**settings)
     ready, hello = {}, {}
     for name, run, notes in programs:
         ready[name] = run
         jax.block_until_ready(run())
-        device = jax.devices()[0]
-        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        peak = (device.memory_stats() or {}).get("peak_bytes_in_use", host)
-        hello[name] = notes | {"memory": peak / 2**30}
-    versions = f"jax {jax.__version__} on {device.device_kind}"
+        hello[name] = notes
+    device = jax.devices()[0].device_kind
+    versions = f"jax {jax.__version__} on {jax.device_count()} x {device}"
     print(json.dumps([hello, versions]), file=answers, flush=True)
     for line in sys.stdin:
         seconds = []
@@ -129,15 +130,18 @@ def work(library, section, settings):
         print(json.dumps(median(seconds)), file=answers, flush=True)
 
 
+def uncached():
+    return {name: x for name, x in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+
+
 class Worker:
     """Such a process, from outside."""
 
     def __init__(self, library, python, section, settings):
         self.library, self.errors = library, tempfile.TemporaryFile("w+")
         command = [python, __file__, "--worker", library, section, json.dumps(settings)]
-        environment = dict(os.environ)
-        if section in ("compile", "rnn"):  # which time it
-            environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+        environment = uncached() if section == "rnn" else os.environ  # which times compilation
+        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment  # they share a GPU
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)
         self.process = subprocess.Popen(command, text=True, env=environment, **pipes)
 
@@ -172,13 +176,14 @@ def install(name, folder):
 
 def measure(section, settings, rounds, peers, folder):
     """The rows of all libraries, with the seconds of every round, and their versions."""
-    rows, workers, versions = {}, [Worker("ours", sys.executable, section, settings)], {}
+    ours = [ONE, "ours"] if section in ("train", "paired") else ["ours"]
+    rows, versions = {}, {}
+    workers = [Worker(library, sys.executable, section, settings) for library in ours]
     failed = lambda peer, e: {"library": peer, "name": "not measured", "why": str(e)}
     for peer in peers:
-        one = {"seeds": [1]} if "seeds" in settings else {}
         try:
             python = install(peer.split(",")[0], folder)
-            workers.append(Worker(peer, python, section, settings | one))
+            workers.append(Worker(peer, python, section, settings))
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             rows[peer] = failed(peer, error)
     for worker in list(workers):
@@ -187,7 +192,7 @@ def measure(section, settings, rounds, peers, folder):
             for name, notes in hello.items():
                 rows[name, worker.library] = {"library": worker.library, "name": name} | notes
         except RuntimeError as error:
-            if worker.library == "ours":
+            if worker.library in ours:
                 raise
             rows[worker.library] = failed(worker.library, error)
             workers.remove(worker)
@@ -201,6 +206,57 @@ def measure(section, settings, rounds, peers, folder):
         worker.process.stdin.close()
         worker.process.wait()
     return sorted(rows.values(), key=lambda row: names.index(row["name"])), versions
+
+
+def command(*words):
+    """A script, run from start to end: what it printed, its seconds, its peak memory in GiB."""
+    start = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as output:
+        streams = dict(stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen([sys.executable, *words], env=uncached(), **streams)
+        process.returncode, usage = os.wait4(process.pid, 0)[1:]
+        seconds = time.perf_counter() - start
+        output.seek(0)
+        text = output.read()
+    if process.returncode:
+        raise RuntimeError(f"{words} failed:\n{text}")
+    return text, seconds, usage.ru_maxrss / 2**20
+
+
+def compilation(folder, run, script, core, seeds):
+    """Seconds that a script takes, as it says, to compile updates with evaluation; memory."""
+    options = f"--rnn {core} --seeds {seeds} --num-updates 2 --log-interval 2"
+    if script == "paired":
+        options += f" --teacher-rnn {core}" + " --teacher-filters 32" * (core == "s5")
+    text, _, memory = command(folder / f"{script}.py", *options.split(), "--out", run)
+    return float(re.search(r"compiled.* in (\S+) s", text)[1]), memory
+
+
+def evaluation(folder, run, episodes):
+    """Seconds that evaluate.py takes on the suite dcd, of a student that has learned nothing."""
+    command(folder / "dr.py", *"--num-updates 1 --eval-interval 0 --out".split(), run)
+    words = f"--suite dcd --episodes {episodes}".split()
+    return command(folder / "evaluate.py", run, *words)[1:]
+
+
+COMMANDS = {  # section: a measurement, and its name in the table
+    "compile": (compilation, "{script} --rnn {core}, {seeds} seed(s)"),
+    "evaluate": (evaluation, "dcd, 12 mazes x {episodes}"),
+}
+
+
+def measure_commands(section, settings, rounds, against):
+    """The rows of whole processes: of this checkout and, in turn, of another."""
+    once, name = COMMANDS[section]
+    folders = {"ours": HERE.parent} | ({f"ours, {against.name}": against} if against else {})
+    rows = [{"library": x, "name": name.format(**settings), "seconds": []} for x in folders]
+    with tempfile.TemporaryDirectory() as scratch:
+        for i in range(rounds):
+            for row, folder in zip(rows, folders.values()):
+                run = f"{scratch}/{i} {row['library']}"
+                seconds, row["memory"] = once(folder, run, **settings)
+                row["seconds"].append(seconds)
+    return rows
 
 
 def groups(options):
@@ -252,33 +308,39 @@ def derive(rows):
     return combined
 
 
+def ratio(row, other, work):
+    """Of their seconds within a round, for `work` times the other's; the median over rounds."""
+    return median(x / y / work for x, y in zip(row["seconds"], other["seconds"]))
+
+
 def summarise(section, rows):
     """Adds to each row what is `shown` of it: column -> text."""
     rows = derive(rows) if section in ("train", "paired") else rows
     find = {(row["name"], row["library"]): row for row in rows}
     for row in rows:
         shown, seeds = row.setdefault("shown", {}), row.get("seeds", 1)
-        if "seconds" in row:
-            seconds = row["seconds"]
-            ms = 1e3 * median(seconds) / seeds
+        alone = row["name"].replace(f", {seeds} seed", ", 1 seed"), ONE
+        ours = find.get((row["name"], "ours"), row)
+        if section in COMMANDS:
+            shown["s"] = f"{median(row['seconds']):.1f}"
+            shown["peak memory, GiB"] = f"{row['memory']:.2f}"
+            if ours is not row:
+                ours["shown"]["x the other checkout"] = f"{ratio(ours, row, 1):.2f}"
+        elif "seconds" in row:
+            ms = 1e3 * median(row["seconds"]) / seeds
             shown["ms" + " a seed" * ("seeds" in row)] = f"{ms:.0f}" if ms > 100 else f"{ms:.3g}"
             if "env_steps" in row:
-                shown["env steps/s"] = f"{row['env_steps'] / median(seconds):,.0f}"
-            if "episodes" in row:
-                shown["episodes/s"] = f"{row['episodes'] / median(seconds):,.0f}"
-            if (BARE, "ours") in find:
-                bare = find[BARE, "ours"]["seconds"]
-                row["bare"] = median(x / seeds / y for x, y in zip(seconds, bare))
+                shown["env steps/s"] = f"{row['env_steps'] / median(row['seconds']):,.0f}"
+            if (BARE, ONE) in find:
+                row["bare"] = ratio(row, find[BARE, ONE], seeds)
                 shown["x bare network"] = f"{row['bare']:.2f}"
-            ours = find.get((row["name"], "ours"), row)
-            if ours is not row:
-                work = row["env_steps"] / ours["env_steps"]
-                row["speedup"] = median(x / y / work for x, y in zip(seconds, ours["seconds"]))
+            if row["library"] == "ours" and alone in find:
+                shown["x one seed, one device"] = f"{ratio(row, find[alone], seeds):.2f}"
+            elif row is not ours and row["library"] != ONE:
+                row["speedup"] = ratio(row, ours, row["env_steps"] / ours["env_steps"])
                 shown["ours is faster by"] = f"{row['speedup']:.2f}"
         if "compile" in row:
             shown["compile, s"] = f"{row['compile']:.1f}"
-        if section == "compile":
-            shown["peak memory, GiB"] = f"{row['memory']:.2f}"
         if "why" in row:
             shown["note"] = row["why"]
     return rows
@@ -311,14 +373,14 @@ def picture(data, path):
                               for row in entry["rows"] if "seconds" in row]
     env = [row for row in rows("env") if row["name"].endswith("N = 2048")]
     train = [row for row in rows("train", "paired") if ", 1 seed" in row["name"]]
-    beside = {row["name"] for row in train if row["library"] != "ours"}
+    beside = {row["name"] for row in train if row["library"].split(",")[0] != "ours"}
     train = [row for row in train if row["name"] in beside and "half" not in row["name"]]
     rate = lambda row: row["env_steps"] / median(row["seconds"]) / 1e6
     figure = Figure(figsize=(12, 8), layout="constrained")
     cost = lambda row: row["bare"]
     panels = [("million env steps a second, N = 2048 (more is better)", "log", env, rate),
               ("time of an update, x the bare network (less is better)", "linear", train, cost)]
-    libraries = ["ours", *PEERS, "minimax, no level metrics"]
+    libraries = ["ours", *PEERS, "minimax, no level metrics", ONE]
     for axis, (title, scale, rows, value) in zip(figure.subplots(1, 2), panels):
         names = list(dict.fromkeys(row["name"] for row in rows))[::-1]
         found = {row["library"] for row in rows}
@@ -345,6 +407,8 @@ def main():
     parser.add_argument("--only", nargs="*", choices=SECTIONS, default=SECTIONS, metavar="SECTION",
                         help=", ".join(SECTIONS))
     parser.add_argument("--peers", action="store_true", help="beside other libraries")
+    parser.add_argument("--against", type=Path, metavar="FOLDER",
+                        help="compile and evaluate: another checkout, timed in turn")
     parser.add_argument("--peer-folder", default="~/.cache/ued-speed-peers", help="for their venvs")
     parser.add_argument("--training-peers", nargs="+", metavar="PEER",
                         default=["minimax", "minimax, no level metrics"], help="which of these two")
@@ -366,7 +430,7 @@ def main():
     store = options.out / "speed.json"
     data = json.loads(store.read_text()) if store.exists() else {}
     words = sys.argv[1:]
-    for place in {"--peer-folder", "--out"} & set(words):  # of this machine
+    for place in {"--against", "--peer-folder", "--out"} & set(words):  # of this machine
         del words[words.index(place) : words.index(place) + 2]
     entry = {
         "command": " ".join(["python benchmarks/speed.py", *words]),
@@ -374,9 +438,14 @@ def main():
         "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
     }
     for section, title, settings, peers in groups(options):
-        rounds = 0 if section == "compile" else options.rounds
-        peers = peers if options.peers else []
-        rows, versions = measure(section, settings, rounds, peers, options.peer_folder)
+        if section in COMMANDS:
+            rounds = options.rounds if section == "evaluate" or options.against else 1
+            rows = measure_commands(section, settings, rounds, options.against)
+            versions = {"ours": JAX.replace("==", " ")}
+        else:
+            peers = peers if options.peers else []
+            where = peers, options.peer_folder
+            rows, versions = measure(section, settings, options.rounds, *where)
         rows = summarise(section, rows)
         data[f"{section} {title}".strip()] = entry | {"versions": versions, "rows": rows}
         for row in rows:

@@ -4,12 +4,12 @@ A program is (name, function that runs it, notes); notes are numbers for the tab
 
 import importlib
 import time
-from dataclasses import replace
 from functools import partial
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import amaze
 from s5 import S5
@@ -113,61 +113,41 @@ def bare(script, core, seeds=1):
 
 # --- training
 
+CYCLES = {
+    "replay cycle": {"replay_prob": 1.0},
+    "fresh cycle": {"replay_prob": 0.0},
+    "--parallel": {"parallel": True},
+}
 
-def trainings(script, core, seeds, **fields):
-    """Vmapped trainings on a warm buffer: update(steps)(state, floats), and the state."""
-    module = importlib.import_module(script)
+
+def training(script, cycle, core, seeds, devices):
+    """run(): an update of that cycle on a full buffer, as the command line runs it."""
+    module, fields = importlib.import_module(script), CYCLES.get(cycle, {})
     if script == "paired":
-        fields |= {"teacher_rnn": core, "teacher_filters": teacher_filters(core)}
-    config = replace(module.Config(rnn=core), **fields)
-    init, rngs = module.make_train(config).init, jax.random.split(jax.random.key(0), seeds)
-    axes = jax.tree.map(lambda _: 0, jax.eval_shape(init, rngs[0])).replace(step=None)
-    state = jax.jit(jax.vmap(init, out_axes=axes))(rngs)
-    if hasattr(state, "buffer"):
-        rngs = jax.random.split(jax.random.key(1), config.buffer_size)
+        fields = {"teacher_rnn": core, "teacher_filters": teacher_filters(core)}
+    config = module.Config(rnn=core, seeds=seeds, devices=devices, eval_interval=0, **fields)
+    module.connect(config)  # before JAX is asked for its devices
+    where = module.choose_devices(config, seeds)
+    init, update, _, sharding = module.make_programs(config, seeds, *where)
+    rows, step = jax.device_put({"seed": np.arange(seeds)}, sharding), 0
+    states, program = init(step, rows, None)[0], update(1)
+    if hasattr(states, "buffer"):
+        step = config.buffer_size
+        rngs = jax.random.split(jax.random.key(1), step)
         level = jax.jit(jax.vmap(amaze.sample_level))(rngs)
-        full = state.buffer._replace(level=level, code=jax.vmap(amaze.level_code)(level),
-                                     filled=True, score=jnp.linspace(0, 1, len(rngs)))
+        full = states.buffer._replace(level=level, code=jax.vmap(amaze.level_code)(level),
+                                      scored=True, score=jnp.linspace(0, 1, step))
         spread = lambda x, y: jnp.array(jnp.broadcast_to(x, y.shape), y.dtype)
-        full = jax.tree.map(spread, full, state.buffer)
-        state = state.replace(buffer=full, step=state.step + len(rngs))
-
-    def update(steps):
-        def program(state, floats):
-            train = module.make_train(replace(config, **floats))
-            return jax.vmap(lambda state: train.update(state, steps), (axes,), (axes, 0))(state)
-
-        return jax.jit(program, donate_argnums=0)
-
-    return update, state
-
-
-def training(script, cycle, core, seeds):
-    """run(): an update of that cycle. Replaying and fresh cycles are one program."""
-    key = script, cycle == "--parallel", core, seeds
-    if key not in made:
-        parallel = {"parallel": True} if cycle == "--parallel" else {}
-        update, state = trainings(script, core, seeds, eval_interval=0, **parallel)
-        made[key] = [update(1), state]
-    floats = {"replay cycle": {"replay_prob": 1.0}, "fresh cycle": {"replay_prob": 0.0}}
+        full = jax.tree.map(spread, full, states.buffer)
+        states = jax.device_put(states.replace(buffer=full), sharding)
 
     def run():
-        made[key][1], metrics = made[key][0](made[key][1], floats.get(cycle, {}))
+        nonlocal step, states
+        states, metrics = program(step, rows, states)
+        step += 1
         return metrics
 
     return run
-
-
-made = {}  # programs and states
-
-
-def compilation(script, core, seeds):
-    """As the command line compiles: a loop of updates, with the evaluation on test mazes."""
-    update, state = trainings(script, core, seeds, num_updates=10**6)
-    start = time.perf_counter()
-    program = update(2).lower(state, {}).compile()
-    notes = {"compile": time.perf_counter() - start}
-    yield f"{script} --rnn {core}, {seeds} seed(s)", lambda: program(state, {})[1], notes
 
 
 def cores(sizes):
@@ -194,18 +174,3 @@ def cores(sizes):
                 program, notes = compiled(function, params, carry, xs, is_first)
                 run = partial(program, params, carry, xs, is_first)
                 yield f"{rnn}: {name}, N = {number}", run, notes
-
-
-def evaluation(episodes):
-    """evaluate.play as a whole, compilation included, by an agent that has learned nothing."""
-    import dr
-    import evaluate
-
-    train, rngs = dr.make_train(dr.Config()), jax.random.split(jax.random.key(0), 1)
-    names = amaze.SUITES["dcd"]
-    drawn = evaluate.draw(names, episodes, 0)
-    mazes = [evaluate.Maze(name, drawn[name], *amaze.TEST_MAZES[name][1:]) for name in names]
-    params = jax.jit(jax.vmap(train.init))(rngs).student.params
-    agents = train.act, train.initial_carry, params, rngs
-    run = lambda: list(evaluate.play(*agents, mazes, episodes))
-    yield f"dcd, {len(names)} mazes x {episodes}", run, {"episodes": len(names) * episodes}
