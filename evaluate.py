@@ -235,7 +235,7 @@ def play(train, params, rngs, mazes, episodes, batch_size=0, title=""):
     program = jax.shard_map(in_turn if on_cpu else jax.vmap(player), mesh=dealt.mesh,
                             in_specs=dealt.spec, out_specs=dealt.spec, check_vma=False)
     program = jax.jit(program, donate_argnums=3)
-
+    # at first all lanes are as if their episodes had ended, so that they begin the next
     zeros = np.zeros(min(-(-len(row) // parts), batch_size or (128 if on_cpu else 1024)), int)
     ended = train.initial_carry(len(zeros)), *opening(zeros), zeros, 0.0 * zeros, zeros, zeros == 0
     lanes = jax.tree.map(lambda x: jnp.stack([x] * len(agent)), (*ended, 0))

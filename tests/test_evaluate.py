@@ -164,9 +164,12 @@ def test_results_equal_a_loop_over_minigrid():
     assert (solved[:3] > 0).all() and (solved < 1).all()  # else little was compared
 
 
-def test_batch_size_does_not_matter():
-    for whole, small in zip(played(0), played(1)):
-        assert np.array_equal(whole, small)
+def test_neither_batch_size_nor_vmap_matters(monkeypatch):
+    """On a GPU agents play vmapped, on a CPU in turn."""
+    in_turn, agents = played(0), random_agents()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    vmapped = evaluate.play(*agents, some_mazes(4), 4, batch_size=3)
+    assert all(np.array_equal(x, y) for x, y in zip(in_turn, vmapped))
 
 
 def test_devices_do_not_matter(tmp_path):
