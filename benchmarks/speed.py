@@ -1,6 +1,6 @@
 """How fast it is: stepping, training, compiling, evaluating; alone or beside other libraries.
 
-    python benchmarks/speed.py                                  # on two CPU cores about XX minutes
+    python benchmarks/speed.py                                  # on two CPU cores half an hour
     python benchmarks/speed.py --only train --scripts dr plr --peers
     python benchmarks/speed.py --only env --sizes 2048 --rounds 9
     python benchmarks/speed.py --only compile --against FOLDER  # in turn with another checkout

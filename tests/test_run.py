@@ -1,18 +1,21 @@
-"""The command line in processes: runs, checkpoints, resume, errors, sweeps, groups, devices."""
+"""The command line in processes: runs, checkpoints, resume, errors, sweeps, devices, hacks."""
 
 import csv
+import importlib
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache
+from itertools import count
 from pathlib import Path
 
 import jax
@@ -25,15 +28,19 @@ sys.path.insert(0, str(ROOT))
 
 import dr  # noqa: E402
 
-TINY = """--height 5 --width 5 --n-walls 6 --max-steps 12 --num-envs 4 --num-steps 16 --rnn none
+TINY = """--height 5 --width 5 --n-walls 6 --max-steps 12 --num-envs 8 --num-steps 16 --rnn none
     --hidden-size 16 --update-epochs 2 --lr 1e-2 --eval-suite TrivialMaze --eval-episodes 2
     --log-interval 2 --eval-interval 4""".split()
 SHORT = [*TINY, *"--num-updates 12 --checkpoint-interval 4 --archive-interval 4".split()]
+FOUR = [*SHORT, *"--seeds 4 --devices 1".split()]
 LONG = [*TINY, *"--num-updates 600 --checkpoint-interval 30 --seeds 2".split()]
-COLUMNS = """update grad_updates env_steps seed seconds train_return train_solve_rate
-    train_episode_length policy_loss value_loss total_loss entropy approx_kl clip_fraction
-    explained_variance grad_norm lr walls path_length solvable eval_solve_rate eval_return
-    eval_solve_rate/TrivialMaze eval_return/TrivialMaze""".split()
+ROWS = [0, 1, 2, 3]
+FIRST = "update grad_updates env_steps seed seconds".split()
+COLUMNS = """train_return train_solve_rate train_episode_length policy_loss value_loss total_loss
+    entropy approx_kl clip_fraction explained_variance grad_norm param_norm lr walls path_length
+    solvable eval_solve_rate eval_return eval_solve_rate/TrivialMaze
+    eval_return/TrivialMaze""".split()
+LOSSES = "policy_loss value_loss total_loss entropy approx_kl grad_norm param_norm".split()
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +51,22 @@ def tmp(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def launch(tmp):
-    """Start `python dr.py ...`, or another script."""
+    """Start `python dr.py ...`, or another script. devices: as if the user had set XLA_FLAGS so;
+    before: Python, run in the process before the script."""
+    for name in ("wandb", "trackio"):  # found before the real ones, and not to be imported
+        (tmp / "unasked").mkdir(exist_ok=True)
+        (tmp / "unasked" / f"{name}.py").write_text(f"raise SystemExit('{name} is imported')")
 
-    def launch(*args, devices=1, script="dr.py", **options):
-        flags = f"--xla_force_host_platform_device_count={devices}"
-        env = {"JAX_COMPILATION_CACHE_DIR": str(tmp / "cache")} | os.environ
-        env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PLATFORMS": "cpu"}
-        env |= {"XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0"}
-        command = [sys.executable, str(ROOT / script), *map(str, args)]
+    def launch(*args, devices=1, script=ROOT / "dr.py", env={}, before="", **options):
+        count = f"--xla_force_host_platform_device_count={devices} " if devices else ""
+        defaults = {"JAX_COMPILATION_CACHE_DIR": str(tmp / "cache")} | os.environ
+        defaults |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PLATFORMS": "cpu"}
+        defaults |= {"XLA_FLAGS": f"{count}--xla_backend_optimization_level=0"}
+        env = defaults | {"PYTHONPATH": f"{tmp / 'unasked'}:{ROOT}"} | env
+        command = [sys.executable, *map(str, [script, *args])]
+        if before:
+            before = f"import os, sys; {before}; os.execv(sys.executable, sys.argv[1:])"
+            command = [sys.executable, "-c", before, *command]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         return subprocess.Popen(command, env=env, **pipes, **{"cwd": tmp} | options)
 
@@ -61,7 +76,7 @@ def launch(tmp):
 def finish(process):
     """Wait for its end -> exit status, stdout, stderr; one that hangs is killed."""
     try:
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=600)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
@@ -90,6 +105,13 @@ def train(call):
     return train
 
 
+@pytest.fixture(scope="module")
+def pool():
+    """Two runs at a time: most of one is the start of a process."""
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
 def load(folder):
     return serialization.msgpack_restore((folder / "checkpoint.msgpack").read_bytes())
 
@@ -102,33 +124,36 @@ def table(folder):
 
 
 def leaves(checkpoint):
-    """[shards, rows, ...] arrays of a checkpoint's state, by path; step is a number."""
+    """[rows, ...] arrays of a checkpoint's state, by path."""
     flat = jax.tree_util.tree_flatten_with_path(checkpoint["state"])[0]
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in flat}
 
 
-def assert_equal(folder, other):
-    """The same run, bit for bit: keys, parameters, optimiser, log rows."""
+def assert_same_state(folder, other):
+    """Bit for bit: keys, parameters, optimiser, buffer."""
     one, two = load(folder), load(other)
     assert one["step"] == two["step"] and one["rows"] == two["rows"]
     one, two = leaves(one), leaves(two)
     assert one.keys() == two.keys() and len(one) > 20
     assert [name for name in one if not np.array_equal(one[name], two[name])] == []
+
+
+def assert_equal(folder, other):
+    """The same run, bit for bit: state and log rows."""
+    assert_same_state(folder, other)
     assert table(folder) == table(other)
 
 
 def assert_close(folder, rows, other, other_rows):
     """Rows of a run equal rows of another, to rounding; columns swept in only one may differ."""
     one, two = leaves(load(folder)), leaves(load(other))
-    pick = lambda x, rows: x[:, rows] if x.ndim else x
+    assert one.keys() == two.keys() and len(one) > 20
     for name in one:
-        x, y = pick(one[name], rows), pick(two[name], other_rows)
-        assert np.allclose(x, y, 1e-3, 1e-4), name
-    logs, n = [], []
+        assert np.allclose(one[name][rows], two[name][other_rows], 1e-3, 1e-4), name
+    logs = []
     for path, chosen in ((folder, rows), (other, other_rows)):
-        n.append(len(load(path)["rows"]))
-        lines = table(path)
-        logs.append([line for i, line in enumerate(lines) if i % n[-1] in chosen])
+        lines, number = table(path), len(load(path)["rows"])
+        logs.append([line for i, line in enumerate(lines) if i % number in chosen])
     assert len(logs[0]) == len(logs[1]) > 0
     for line, other_line in zip(*logs):
         for name in line.keys() & other_line.keys():
@@ -145,7 +170,7 @@ def last_update(folder):
 
 def interrupt(process, folder, update, number):
     """Send a signal once the run has logged that update -> exit status, stdout, stderr."""
-    deadline = time.time() + 240
+    deadline = time.time() + 600
     while last_update(folder) < update and process.poll() is None and time.time() < deadline:
         time.sleep(0.01)
     time.sleep(np.random.default_rng().uniform(0, 0.05))  # any moment will do
@@ -184,27 +209,27 @@ def test_what_a_run_writes(whole):
     assert config["script"] == "dr.py" and config["num_updates"] == 600 and config["lr"] == 1e-2
     assert {f.name for f in fields(dr.Config)} < config.keys()
     checkpoint = load(whole)
-    assert checkpoint["step"] == 600
+    assert checkpoint["step"] == 600 and checkpoint["state"]["step"] is None
     assert [row["seed"] for row in checkpoint["rows"].values()] == [0, 1]
-    assert {x.shape[:2] for x in leaves(checkpoint).values() if x.ndim} == {(1, 2)}
+    assert {len(x) for x in leaves(checkpoint).values()} == {2}
 
 
 def test_logs(whole):
     with open(whole / "logs.csv", newline="") as file:
         reader = csv.DictReader(file)
         rows = list(reader)
-    assert reader.fieldnames[:5] == COLUMNS[:5] and set(reader.fieldnames) == set(COLUMNS)
+    assert reader.fieldnames[:5] == FIRST and {*reader.fieldnames} == {*FIRST, *COLUMNS}
     assert [int(row["update"]) for row in rows] == [i for i in range(2, 601, 2) for _ in "ab"]
     assert [int(row["seed"]) for row in rows] == [0, 1] * 300
     for row in rows:
         update = int(row["update"])
-        assert int(row["grad_updates"]) == update and int(row["env_steps"]) == update * 4 * 16
-        for name in COLUMNS[8:]:  # a value, but for evaluations that were not due
+        assert int(row["grad_updates"]) == update and int(row["env_steps"]) == update * 8 * 16
+        for name in COLUMNS:  # a value, but for evaluations that were not due
             assert (row[name] == "") == ("eval" in name and update % 4 != 0), (name, update)
         assert 0 < float(row["entropy"]) <= np.log(7) + 1e-3 and 0 <= float(row["solvable"]) <= 1
     seconds = [float(row["seconds"]) for row in rows]
     assert seconds == sorted(seconds) and seconds[-1] > 0
-    solved = [float(row["train_solve_rate"]) for row in rows if row["train_solve_rate"]]
+    solved = [float(row["train_solve_rate"]) for row in rows]
     assert np.mean(solved[-40:]) > np.mean(solved[:40]) + 0.1  # it learns
 
 
@@ -245,7 +270,8 @@ def test_stopped_and_resumed_equals_uninterrupted(tmp, stopped, whole, train):
     train("--resume", "--out", folder, "--checkpoint-interval", 500)
     assert_equal(folder, whole)
     before = contents(folder)
-    train("--resume", "--out", folder)  # nothing is left to do
+    said = train("--resume", "--out", folder)  # nothing is left to do
+    assert f"next: python evaluate.py {folder}" in said
     assert table(folder) == table(whole) and contents(folder).keys() == before.keys()
 
 
@@ -257,10 +283,10 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp, stopped, call, train, whole
     size = checkpoint - 1 if file == "checkpoint.msgpack" else log + 3000
     assert 3 * log < checkpoint
     before = (folder / "checkpoint.msgpack").read_bytes()
-    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))"
     interval = 10 if file == "checkpoint.msgpack" else 1000
     args = "--resume", "--checkpoint-interval", interval, "--out", folder
-    status, _, err = call(*args, preexec_fn=limit)
+    status, _, err = call(*args, before=limit)
     assert status == 1 and "Traceback" not in err
     line = err.splitlines()[-1]
     assert line.startswith("dr.py: error: ") and "File too large" in line and file in line
@@ -271,15 +297,35 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp, stopped, call, train, whole
         assert_equal(folder, whole)
 
 
+def test_a_finished_run_goes_on(tmp, layouts, train):
+    """It equals one that was this long from the start, but that it was evaluated at its old end."""
+    folder, longer = tmp / "longer", layouts("dr")
+    train(*FOUR, "--num-updates", 10, "--out", folder, devices=4)
+    train("--resume", "--num-updates", 12, "--out", folder, devices=4)
+    assert_same_state(folder, longer)
+    log, expected = table(folder), table(longer)
+    assert len(log) == len(expected) == 24
+    for row, expected_row in zip(log, expected):
+        for name in row:
+            extra = row["update"] == "10" and name.startswith("eval_")
+            assert row[name] == expected_row[name] or extra and row[name] != "", name
+    assert json.loads((folder / "config.json").read_text())["num_updates"] == 12
+    train("--resume", "--out", folder, devices=4)
+    assert table(folder) == log
+
+
 # --- errors
 
 
-def say(monkeypatch, capsys, *args):
-    """dr.py's main in this process -> exit status, last line on stderr."""
-    monkeypatch.setattr(sys, "argv", ["dr.py", *map(str, args)])
+def say(monkeypatch, capsys, *args, module=dr):
+    """dr.py's main in this process, on the devices that it has -> exit status, output."""
+    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, args)])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
     with pytest.raises(SystemExit) as error:
-        dr.main()
-    return error.value.code, capsys.readouterr().err.splitlines()[-1]
+        module.main()
+    captured = capsys.readouterr()
+    assert "compil" not in captured.out and "Traceback" not in captured.err
+    return error.value.code, captured.err.splitlines()[-1] if captured.err else captured.out
 
 
 @pytest.mark.parametrize("args, field", [
@@ -295,6 +341,7 @@ def say(monkeypatch, capsys, *args):
     ("--seeds 0", "seeds = 0"),
     ("--seed -1", "seed = -1"),
     ("--seeds-at-once -1", "seeds_at_once = -1"),
+    ("--seeds 3 --devices 1 --seeds-at-once 2", "seeds_at_once = 2"),
     ("--lr -0.1", "lr = -0.1"),
     ("--lr nan", "lr = nan"),
     ("--gamma 1.1", "gamma = 1.1"),
@@ -306,7 +353,7 @@ def say(monkeypatch, capsys, *args):
     ("--hidden-size 0", "hidden_size = 0"),
     ("--s5-layers 0", "s5_layers = 0"),
     ("--n-walls -1", "n_walls = -1"),
-    ("--n-walls 168", "n_walls = 168"),
+    ("--n-walls 24", "n_walls = 24"),
     ("--height 1", "height = 1"),
     ("--width 0", "width = 0"),
     ("--max-steps 0", "max_steps = 0"),
@@ -334,8 +381,7 @@ def say(monkeypatch, capsys, *args):
 def test_bad_values(monkeypatch, capsys, tmp_path, args, field):
     """One line before anything is compiled or written: field, value, what is allowed."""
     out = tmp_path / "run"
-    monkeypatch.setattr(dr, "open_run", lambda *_: pytest.fail("it went on"))
-    status, line = say(monkeypatch, capsys, *args.split(), "--out", out)
+    status, line = say(monkeypatch, capsys, *TINY, *args.split(), "--out", out)
     assert status == 2
     assert line.startswith(f"dr.py: error: {field}") and ": allowed is " in line
     assert not out.exists()
@@ -344,18 +390,19 @@ def test_bad_values(monkeypatch, capsys, tmp_path, args, field):
 def test_what_is_allowed_is_said(monkeypatch, capsys, tmp_path):
     cases = {
         "--eval-suite nowhere": "minimax",
-        "--n-walls 168": "at most 167",
-        "--num-minibatches 3": "a divisor of 32",
+        "--n-walls 24": "at most 23",
+        "--num-minibatches 3": "a divisor of 8",
         "--sweep num_envs=16,32": "a float: lr, gamma",
         "--sweep rnn=lstm,gru": "a run for each value",
         "--gamma 1.1": "from 0 to 1",
     }
     for args, words in cases.items():
-        assert words in say(monkeypatch, capsys, *args.split(), "--out", tmp_path / "run")[1]
+        said = say(monkeypatch, capsys, *TINY, *args.split(), "--out", tmp_path / "run")
+        assert words in said[1]
 
 
 @pytest.mark.parametrize("args", ["--rnn elman", "--num-envs 1.5", "--lr slow", "--shard all",
-                                  "--nonsense 1"])  # fmt: skip
+                                  "--track paper", "--nonsense 1"])  # fmt: skip
 def test_bad_types(monkeypatch, capsys, args):
     assert say(monkeypatch, capsys, *args.split())[0] == 2
 
@@ -385,16 +432,15 @@ def test_out_cannot_be_made(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("args, field", [
-    ("--num-envs 8", "num_envs = 8"),
+    ("--num-envs 4", "num_envs = 4"),
     ("--rnn gru", "rnn = 'gru'"),
-    ("--num-updates 700", "num_updates = 700"),
+    ("--num-updates 500", "num_updates = 500"),
     ("--log-interval 10", "log_interval = 10"),
     ("--lr 0.5", "lr = 0.5"),
     ("--gamma 0.5", "gamma = 0.5"),
     ("--anneal-lr", "anneal_lr = True"),
     ("--seeds 3", "seeds = 3"),
     ("--seed 1", "seed = 1"),
-    ("--shard levels", "shard = 'levels'"),
     ("--sweep lr=0.1,0.2", "sweep = ('lr=0.1,0.2',)"),
 ])  # fmt: skip
 def test_resume_refuses_another_run(monkeypatch, capsys, whole, args, field):
@@ -404,14 +450,27 @@ def test_resume_refuses_another_run(monkeypatch, capsys, whole, args, field):
     assert "as in the run to resume" in line and contents(whole) == before
 
 
+def test_an_annealed_run_does_not_go_on(monkeypatch, capsys, tmp_path, whole):
+    """Its learning rate went down over the updates that it was made for; the line says so."""
+    stored = json.loads((whole / "config.json").read_text()) | {"anneal_lr": True}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    status, line = say(monkeypatch, capsys, "--resume", "--num-updates", 700, "--out", tmp_path)
+    assert status == 2 and line.startswith("dr.py: error: num_updates = 700: allowed is 600")
+    assert "anneal" in line
+
+
 def test_resume_takes_the_fields_of_the_run(whole):
     asked = dr.parse([*LONG, "--out", str(whole)])
     resumed = dr.parse(["--resume", "--out", str(whole)])
     assert resumed == replace(asked, resume=True)
-    free = "--checkpoint-interval 7 --archive-interval 8 --plot-interval 9 --seeds-at-once 1"
-    resumed = dr.parse(["--resume", "--out", str(whole), *LONG, *free.split()])
+    free = """--checkpoint-interval 7 --archive-interval 8 --plot-interval 9 --seeds-at-once 1
+        --devices 4 --shard levels --track wandb --distributed auto""".split()
     changes = dict(checkpoint_interval=7, archive_interval=8, plot_interval=9, seeds_at_once=1)
-    assert resumed == replace(asked, resume=True, **changes)
+    changes |= dict(devices=4, shard="levels", track="wandb", distributed="auto", resume=True)
+    for longer in (600, 700):
+        args = *LONG, *free, "--num-updates", str(longer)
+        resumed = dr.parse(["--resume", "--out", str(whole), *args])
+        assert resumed == replace(asked, **changes, num_updates=longer)
 
 
 def test_resume_needs_a_run(monkeypatch, capsys, tmp_path, whole):
@@ -425,84 +484,69 @@ def test_resume_needs_a_run(monkeypatch, capsys, tmp_path, whole):
     assert status == 2 and "a run of dr.py" in line
 
 
+@pytest.mark.parametrize("name", ["dr", "plr", "accel", "paired"])
+def test_help_shows_the_docstring_as_it_stands(monkeypatch, capsys, name):
+    module = importlib.import_module(name)
+    status, said = say(monkeypatch, capsys, "--help", module=module)
+    assert status == 0 and module.__doc__.strip() in said and said.count(module.__doc__[:40]) == 1
+    for field in fields(module.Config):
+        assert f"--{field.name.replace('_', '-')}" in said
+
+
 # --- rows: seeds, groups, sweeps
 
 
-@pytest.fixture(scope="module")
-def three(tmp, train):
-    train(*SHORT, "--seeds", 3, "--out", tmp / "three")
-    return tmp / "three"
-
-
-def test_default_folders_and_seeds_equal_solo_runs(tmp, three, train):
-    (tmp / "home").mkdir()
-    for i in (1, 2):
-        assert f"runs/dr-{i}" in train(*SHORT, "--seed", i, cwd=tmp / "home")
-        assert_close(three, [i], tmp / "home" / "runs" / f"dr-{i}", [0])
-    assert sorted(path.name for path in (tmp / "home" / "runs").iterdir()) == ["dr-1", "dr-2"]
-    params = leaves(load(three))["['student']['params']['params']['conv']['kernel']"]
-    assert not np.allclose(params[:, 0], params[:, 1], 1e-2, 1e-2)
-
-
-def test_archives(tmp, three, train):
+def test_archives(layouts):
+    four = layouts("dr")
     names = [f"checkpoint_{i}.msgpack" for i in (4, 8, 12)]
-    assert sorted(path.name for path in three.glob("checkpoint_*")) == sorted(names)
+    assert sorted(path.name for path in four.glob("checkpoint_*")) == sorted(names)
     for i in (4, 8, 12):
-        data = (three / f"checkpoint_{i}.msgpack").read_bytes()
+        data = (four / f"checkpoint_{i}.msgpack").read_bytes()
         assert serialization.msgpack_restore(data)["step"] == i
-    assert (three / names[-1]).read_bytes() == (three / "checkpoint.msgpack").read_bytes()
+    assert (four / names[-1]).read_bytes() == (four / "checkpoint.msgpack").read_bytes()
 
 
-def test_groups_equal_all_at_once(tmp, three, train):
-    folder = tmp / "groups"
-    train(*SHORT, "--seeds", 3, "--seeds-at-once", 2, "--out", folder)
-    assert_close(folder, [0, 1, 2], three, [0, 1, 2])
-    assert [row["seed"] for row in table(folder)] == [row["seed"] for row in table(three)]
-    again = rewind(folder, tmp / "groups_again", 4)
-    train("--resume", "--out", again)
-    assert_equal(again, folder)
+def test_groups_equal_all_at_once(tmp, layouts, train):
+    four, folder = layouts("dr"), tmp / "groups"
+    train(*FOUR, "--seeds-at-once", 2, "--out", folder, devices=4)
+    assert_close(folder, ROWS, four, ROWS)
     other = rewind(folder, tmp / "groups_other", 8)  # groups of another size go on with it
-    train("--resume", "--out", other, "--seeds-at-once", 0)
-    assert_close(other, [0, 1, 2], three, [0, 1, 2])
+    train("--resume", "--out", other, "--seeds-at-once", 1, devices=4)
+    assert_close(other, ROWS, four, ROWS)
 
 
-def test_sweep(tmp, train):
-    folder, solo = tmp / "sweep", tmp / "solo"
-    sweep = "--sweep lr=1e-2,1e-3 --sweep ent_coef=0,0.1 --seeds 2".split()
-    said = train(*SHORT, *sweep, "--out", folder)
+SWEEP = "--sweep lr=1e-2,1e-3 --sweep ent_coef=0,0.1 --seeds 2".split()
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp, train):
+    train(*SHORT, *SWEEP, "--out", tmp / "sweep")
+    return tmp / "sweep"
+
+
+def test_sweep(tmp, sweep, train):
     points = [(lr, ent_coef) for lr in (1e-2, 1e-3) for ent_coef in (0, 0.1)]
     expected = [(seed, *point) for point in points for seed in (0, 1)]
-    log = table(folder)
-    names = "seed", "lr", "ent_coef"
+    log, names = table(sweep), ("seed", "lr", "ent_coef")
     assert [tuple(float(row[name]) for name in names) for row in log] == expected * 6
     assert list(log[0]).index("ent_coef") < 6
-    rows = load(folder)["rows"].values()
+    rows = load(sweep)["rows"].values()
     assert [tuple(row[name] for name in names) for row in rows] == expected
 
-    train(*SHORT, "--lr", 1e-3, "--ent-coef", 0.1, "--seed", 1, "--out", solo)
-    assert_close(folder, [7], solo, [0])
-
-    header, *ranked = said[said.index("lr\tent_coef") :].splitlines()[:5]
-    assert "solve rate" in header
-    scores = {}
-    for row in log[-8:]:
-        point = float(row["lr"]), float(row["ent_coef"])
-        scores.setdefault(point, []).append(float(row["eval_solve_rate"]))
-    means = []
-    for line in ranked:
-        lr, ent_coef, score = line.split("\t")
-        mean, _, interval = score.split()
-        values = scores.pop((float(lr), float(ent_coef)))
-        assert float(mean) == pytest.approx(np.mean(values), abs=1e-3)
-        half = 1.96 * abs(values[0] - values[1]) / 2  # of two numbers: std / sqrt(2) = |a - b| / 2
-        assert float(interval) == pytest.approx(half, abs=1e-3)
-        means.append(float(mean))
-    assert not scores and means == sorted(means, reverse=True)
-    assert (folder / "sweep.png").read_bytes()[1:4] == b"PNG"
-
-    again = rewind(folder, tmp / "sweep_again", 8)
+    again = rewind(sweep, tmp / "sweep_again", 8)
     train("--resume", "--out", again)
-    assert_equal(again, folder)
+    assert_equal(again, sweep)
+
+
+def test_default_folders_and_rows_equal_solo_runs(tmp, sweep, train):
+    (tmp / "home").mkdir()
+    for seed, name in ((0, "dr-1"), (1, "dr-2")):
+        args = [*SHORT, "--lr", 1e-3, "--ent-coef", 0.1, "--seed", seed]
+        assert f"runs/{name}: 1 training(s) " in train(*args, cwd=tmp / "home")
+        assert_close(sweep, [6 + seed], tmp / "home" / "runs" / name, [0])
+    assert sorted(path.name for path in (tmp / "home" / "runs").iterdir()) == ["dr-1", "dr-2"]
+    kernel = leaves(load(sweep))["['student']['params']['params']['conv']['kernel']"]
+    assert not np.allclose(kernel[6], kernel[7], 1e-2, 1e-2)
 
 
 def test_points_of_a_sweep():
@@ -521,80 +565,152 @@ def test_points_of_a_sweep():
     assert dr.make_rows(dr.Config(seeds=2)) == [{"seed": 0}, {"seed": 1}]
 
 
+def test_divergence(tmp, layouts, train):
+    """A training that has diverged is named once, logs nan, and the others go on."""
+    folder = tmp / "diverged"
+    said = train(*SHORT, "--sweep", "lr=1e-2,1e38", "--out", folder)
+    named = re.findall("^diverged at update 1: .*", said, re.MULTILINE)
+    assert len(named) == said.count("diverged at") == 1
+    assert "1e+38" in named[0] and "0.01" not in named[0]
+    assert_close(folder, [0], layouts("dr"), [0])
+    for row in table(folder)[1::2]:
+        assert {row[name] for name in LOSSES} == {"nan"}
+        assert row["eval_return"] == ("0" if int(row["update"]) % 4 == 0 else "")  # not measured
+        assert float(row["walls"]) > 0
+
+
+def test_all_trainings_diverge(tmp, call):
+    """After a checkpoint, which stays."""
+    lr = "lr = config.lr * "
+    script = copy(tmp, "diverge", {lr: f"{lr}jnp.where(state.step == 6, 1e38, 1.0) * "})
+    folder = tmp / "all_diverged"
+    status, out, err = call(*SHORT, "--seeds", 2, "--out", folder, script=script)
+    assert status == 1 and "Traceback" not in err
+    assert re.findall(r"diverged at update 7: .*'seed': (\d)", out) == ["0", "1"]
+    line = err.splitlines()[-1]
+    assert line.startswith("diverge.py: error: ") and "diverged" in line
+    checkpoint = (folder / "checkpoint.msgpack").read_bytes()
+    assert checkpoint == (folder / "checkpoint_4.msgpack").read_bytes()
+    log = table(folder)
+    assert [row["update"] for row in log] == [str(i) for i in (2, 4, 6, 8) for _ in "ab"]
+    assert "nan" not in {x for row in log[:6] for x in row.values()}
+    assert {row[name] for row in log[6:] for name in LOSSES} == {"nan"}
+
+
 # --- devices
 
-
-def test_seeds_over_devices_equal_one_device(tmp, three, train):
-    folder = tmp / "two_devices"
-    said = train(*SHORT, "--seeds", 4, "--devices", 2, "--out", folder, devices=4)
-    assert "4 training(s) on 2 x cpu" in said
-    assert_close(folder, [0, 1, 2], three, [0, 1, 2])
-    other = rewind(folder, tmp / "four_devices", 8)  # other devices go on with it; 0: all
-    said = train("--resume", "--out", other, "--devices", 0, devices=4)
-    assert "4 training(s) on 4 x cpu" in said
-    assert_close(other, [0, 1, 2, 3], folder, [0, 1, 2, 3])
+BUFFER = "--eval-interval 0 --buffer-size 24 --min-fill 0.5 --replay-prob 0.5"
+TEACHER = "--eval-interval 0 --teacher-hidden-size 16 --teacher-filters 4"
+# name: script, its options, and on what the same four trainings run beside one device, from the
+# start or after that run or another one until update 8
+VARIANTS = {
+    "dr": ("dr.py", "", ("4 levels", "2 seeds after 4 levels", "4 seeds, 2 processes")),
+    "plr": ("plr.py", BUFFER, ("2 levels", "4 seeds after 2 levels", "4 levels, 2 processes")),
+    "plr_parallel": ("plr.py", f"{BUFFER} --parallel", ("4 levels",)),
+    "accel": ("accel.py", BUFFER, ("4 levels after 1 seeds",)),
+    "accel_minibatches": ("accel.py", f"{BUFFER} --parallel --num-minibatches 2",
+                          ("4 levels", "2 seeds after 4 levels")),
+    "paired": ("paired.py", TEACHER, ("2 levels", "4 seeds after 2 levels")),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def levels(tmp, train):
-    said = train(*SHORT, "--shard", "levels", "--out", tmp / "levels", devices=4)
-    assert "1 training(s) on 4 x cpu" in said
-    return tmp / "levels"
+def layouts(tmp, launch, train, pool):
+    """layouts(variant, layout) -> folder; with the first, all runs of a variant are started."""
 
-
-def test_levels_over_four_devices(tmp, levels, train):
-    for name, x in leaves(load(levels)).items():
-        assert x.ndim == 0 or x.shape[:2] == (4, 1) and (x == x[:1]).all(), name
-    assert len(table(levels)) == 6
-    again = rewind(levels, tmp / "levels_again", 4)
-    train("--resume", "--out", again, devices=4)
-    assert_equal(again, levels)
-
-
-BUFFER = "--buffer-size 16 --min-fill 0.5 --replay-prob 0.5".split()
-
-
-@pytest.mark.parametrize("script, options", [
-    ("plr.py", BUFFER),
-    ("plr.py", [*BUFFER, "--parallel"]),
-    ("accel.py", BUFFER),
-    ("paired.py", "--teacher-hidden-size 16 --teacher-filters 4".split()),
-])
-def test_levels_of_every_script_over_devices(tmp, train, script, options):
-    """Each device has its own share of the buffer, and the same of everything else."""
-    folder = tmp / f"{script}{len(options)}"
-    args = [*SHORT, "--num-updates", 8, "--shard", "levels", *options, "--out", folder]
-    said = train(*args, devices=4, script=script)
-    assert "1 training(s) on 4 x cpu" in said
-    checkpoint, sizes = load(folder), []
-    for name, x in leaves(checkpoint).items():
-        if "buffer" in name:
-            sizes.append(x.shape[0] * x.shape[2])
-            assert x.shape[:3] == (4, 1, 4), name
+    def run(variant, layout):
+        script, options, _ = VARIANTS[variant]
+        folder, number, shard = tmp / f"{variant} {layout}", *re.findall(r"\w+", layout)[:2]
+        where = "--devices", number, "--shard", shard, "--out", folder
+        args = [*SHORT, *options.split(), "--seeds", 4]
+        if "after" in layout:
+            rewind(layouts(variant, layout.split(" after ")[1]), folder, 8)
+            args = ["--resume"]
+        if "processes" in layout:
+            both = start_together(launch, *args, *where, script=ROOT / script)
+            (status, said, err), (other, _, other_err) = map(finish, both)
+            assert status == other == 0, err + other_err
         else:
-            assert x.ndim == 0 or x.shape[:2] == (4, 1) and (x == x[:1]).all(), name
-    if script != "paired.py":
-        assert len(sizes) > 5 and set(sizes) == {16}
-        boards = checkpoint["state"]["buffer"]["level"]["wall_map"]
-        assert len({x.tobytes() for x in boards.reshape(16, -1)}) > 8, "shards hold the same levels"
-        assert int(table(folder)[-1]["grad_updates"]) > 0
+            said = train(*args, *where, devices=4, script=ROOT / script)
+        assert f"{folder}: 4 training(s) on {number} x cpu, dealt by {shard}" in said
+        return folder
+
+    @cache
+    def start(variant):
+        names = "1 seeds", *VARIANTS[variant][2]
+        return {layout: pool.submit(run, variant, layout) for layout in names}
+
+    layouts = lambda variant, layout="1 seeds": start(variant)[layout].result()
+    return layouts
 
 
-def test_levels_split_otherwise_are_another_run(tmp, levels, call):
-    """The shards of a checkpoint are tied to the number of devices."""
-    folder = rewind(levels, tmp / "levels_two", 8)
-    before = contents(folder)
-    status, _, err = call("--resume", "--out", folder, "--devices", 2, devices=4)
-    assert status == 2 and err.splitlines()[-1].startswith("dr.py: error: devices = 2"), err
-    assert contents(folder) == before
+@pytest.mark.parametrize("variant, layout", [(k, x) for k, v in VARIANTS.items() for x in v[2]])
+def test_any_devices_give_the_training_of_one(layouts, variant, layout):
+    one, folder = layouts(variant), layouts(variant, layout)
+    assert_close(folder, ROWS, one, ROWS)
+    assert {len(x) for x in leaves(load(folder)).values()} == {4}
+    written = {path.relative_to(folder) for path in contents(folder)}
+    assert written == {path.relative_to(one) for path in contents(one)}
+    learnt = {int(row["grad_updates"]) for row in table(folder)[-4:]}
+    assert max(learnt) > 0 and (variant not in ("plr", "accel") or max(learnt) < 12)
 
 
-def test_levels_of_a_device_in_minibatches(tmp, call):
-    """Two minibatches of one trajectory: no."""
-    args = [*SHORT, "--shard", "levels", "--num-minibatches", 2, "--out", tmp / "parts"]
-    status, _, err = call(*args, "--devices", 4, devices=4)
-    assert status == 2 and err.splitlines()[-1].startswith("dr.py: error: num_minibatches = 2"), err
-    assert not (tmp / "parts").exists()
+def test_resumed_with_levels_over_devices_bit_for_bit(tmp, layouts, train):
+    folder = rewind(layouts("dr", "4 levels"), tmp / "levels_again", 4)
+    train("--resume", "--out", folder, devices=4)
+    assert_equal(folder, layouts("dr", "4 levels"))
+
+
+@pytest.mark.parametrize("args, expected", [
+    ("--seeds 8", "4 seeds"),
+    ("--seeds 1", "4 levels"),
+    ("--seeds 3", "4 levels"),
+    ("--seeds 2 --num-envs 6", "2 seeds"),
+    ("--seeds 3 --num-envs 5", "1 seeds"),
+    ("--seeds 2 --sweep lr=0.1,0.2", "4 seeds"),
+    ("--num-minibatches 4", "2 levels"),
+    ("--seeds 4 --devices 1", "1 seeds"),
+    ("--seeds 6 --devices 3", "3 seeds"),
+    ("--seeds 4 --devices 3 --num-envs 6", "3 levels"),
+    ("--seeds 4 --shard levels", "4 levels"),
+    ("--seeds 2 --shard seeds", "2 seeds"),
+    ("--seeds 4 --devices 3", "devices = 3: allowed is "),
+    ("--seeds 5 --devices 5", "devices = 5: allowed is "),
+    ("--seeds 1 --devices 4 --shard seeds", "devices = 4: allowed is "),
+    ("--devices 4 --num-minibatches 4", "devices = 4: allowed is "),
+])  # fmt: skip
+def test_what_is_dealt(monkeypatch, args, expected):
+    """By default seeds, where they deal evenly over four devices; levels if that uses more."""
+    monkeypatch.setattr(jax, "devices", lambda: list("abcd"))
+    config = dr.parse([*TINY, *args.split()])
+    try:
+        devices, shard = dr.choose_devices(config, len(dr.make_rows(config)))
+        assert f"{len(devices)} {shard}" == expected
+    except dr.BadConfig as error:
+        assert str(error).startswith(expected) and "allowed" in expected
+
+
+def test_every_core_is_a_device(tmp, launch, pool):
+    """On a CPU, unless the user says otherwise."""
+    cores = sorted(os.sched_getaffinity(0))
+    one_core = dict(before=f"os.sched_setaffinity(0, {cores[:1]})")
+    cases = [
+        (len(cores), ["--seeds", len(cores)], {}),
+        (1, ["--seeds", 2, "--num-envs", 8], one_core),
+        (1, ["--seeds", 2, "--devices", 1], {}),
+        (3, ["--seeds", 3], dict(env={"JAX_NUM_CPU_DEVICES": "3"})),
+    ]
+
+    def first_line(number, args, options):
+        out = tmp / f"cores{next(numbers)}"
+        process = launch(*SHORT, *args, "--out", out, **{"devices": None} | options)
+        line = process.stdout.readline()
+        process.kill()
+        return line, process.communicate()[1]
+
+    numbers = count()
+    for (number, *_), (line, err) in zip(cases, pool.map(first_line, *zip(*cases))):
+        assert f"training(s) on {number} x cpu, dealt by seeds" in line, err
 
 
 # --- processes
@@ -604,24 +720,12 @@ def start_together(launch, *args, **options):
     """Two processes of two devices each that make one run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        coordinator = "127.0.0.1:%d" % free.getsockname()[1]
-    args = [*args, "--distributed", "--coordinator", coordinator, "--num-processes", 2]
-    return [launch(*args, "--process-id", i, devices=2, **options) for i in range(2)]
+        address = "127.0.0.1:%d" % free.getsockname()[1]
+    one = lambda i: launch(*args, "--distributed", f"{address},2,{i}", devices=2, **options)
+    return [one(0), one(1)]
 
 
-@pytest.mark.parametrize("options", ["--shard levels", "--seeds 8 --seeds-at-once 4"])
-def test_two_processes_equal_one(tmp, launch, levels, three, options):
-    folder = tmp / f"processes{len(options)}"
-    processes = start_together(launch, *SHORT, *options.split(), "--out", folder)
-    for status, _, err in map(finish, processes):
-        assert status == 0, err
-    rows, other = ([0], levels) if "levels" in options else ([0, 1, 2], three)
-    assert_close(folder, rows, other, rows)
-    written = {path.relative_to(folder) for path in contents(folder)}
-    assert written == {path.relative_to(other) for path in contents(other)}
-
-
-def test_one_of_two_processes_is_stopped_or_dies(tmp, launch, train):
+def test_one_of_two_processes_is_stopped_or_dies(tmp, launch):
     """A signal to one stops both after the chunk; where one is killed, the other ends."""
     folder = tmp / "torn"
     args = [*LONG, "--num-updates", 6000, "--shard", "levels", "--out", folder]
@@ -657,9 +761,133 @@ def test_what_one_of_two_processes_refuses_ends_both(tmp, launch, whole):
     assert contents(whole) == before
 
 
-@pytest.mark.parametrize("args", ["", "--coordinator 127.0.0.1:1", "--coordinator 127.0.0.1:1 "
-                                  "--num-processes 2 --process-id 2"])
-def test_distributed_without_a_cluster(tmp, call, args):
-    status, _, err = call(*TINY, "--distributed", *args.split(), "--out", tmp / "nowhere")
-    assert status == 2 and "distributed = True: allowed is" in err.splitlines()[-1], err
-    assert not (tmp / "nowhere").exists()
+def test_distributed_without_a_cluster(tmp, call, pool):
+    values = "auto", "127.0.0.1:1", "127.0.0.1:1,2,2", "127.0.0.1:1,2", "127.0.0.1:1,two,0"
+    run = lambda value: call(*TINY, "--distributed", value, "--out", tmp / "nowhere")
+    for value, (status, _, err) in zip(values, pool.map(run, values)):
+        line = err.splitlines()[-1]
+        assert status == 2 and f"distributed = '{value}': allowed is" in line, err
+        assert "HOST:PORT" in line and not (tmp / "nowhere").exists()
+
+
+# --- copies that were hacked
+
+
+def copy(tmp, name, changes, script="dr.py"):
+    """A copy of a script, in which each text of `changes` is replaced."""
+    text = (ROOT / script).read_text()
+    for old, new in changes.items():
+        assert old in text.split("\n# --- command line\n")[0], old
+        text = text.replace(old, new)
+    (tmp / f"{name}.py").write_text(text)
+    return tmp / f"{name}.py"
+
+
+def test_a_new_float_is_swept(tmp, layouts, train):
+    """It is a field of Config, used in rollout; nothing else tells of it."""
+    act = "action, log_prob, value = act(params, memory, obs, is_first, "
+    changes = {
+        "    n_walls: int": "    noise: float = 1.0  # of the student's actions\n    n_walls: int",
+        f"{act}noise)": f"{act}noise * config.noise)",
+    }
+    script, folder = copy(tmp, "noisy", changes), tmp / "hacked"
+    said = train(*SHORT, "--sweep", "noise=1,0.1", "--out", folder, script=script)
+    assert f"next: python evaluate.py {folder} --script {script}" in said
+    assert [row["noise"] for row in table(folder)] == ["1.0", "0.1"] * 6
+    assert_close(folder, [0], layouts("dr"), [0])
+    log = table(folder)
+    assert all(log[i]["policy_loss"] != log[i + 1]["policy_loss"] for i in range(0, 12, 2))
+    status = json.loads((folder / "config.json").read_text())
+    assert status["script"] == "noisy.py" and status["noise"] == 1.0
+
+
+def test_a_level_generator_without_n_walls(tmp, train):
+    text = (ROOT / "dr.py").read_text()
+    field = re.search(r"    n_walls: int = .*\n", text)[0]
+    check = re.search(r"    room = .*\n    demand\(config.n_walls.*\n", text)[0]
+    generator = """def dotted(rng, config):
+    walls = jnp.zeros((config.height, config.width), bool).at[1::2, 1::2].set(True)
+    return amaze.place(rng, walls)
+
+
+def make_train("""
+    draw = "amaze.sample_level(rng, config.n_walls, config.height, config.width)"
+    changes = {field: "", check: "", draw: "dotted(rng, config)", "def make_train(": generator}
+    script, folder = copy(tmp, "dotted", changes), tmp / "dotted_run"
+    args = " ".join(SHORT).replace("--n-walls 6 ", "").split()
+    said = train(*args, "--num-updates", 2, "--out", folder, script=script)
+    assert f"next: python evaluate.py {folder} --script {script}" in said
+    assert [float(row["walls"]) for row in table(folder)] == [4.0]
+
+
+@pytest.mark.parametrize("name", ["grad_updates", "rollouts"])
+def test_a_metric_is_missing(tmp, call, name):
+    """Of those that the command line needs: one line, before anything is compiled or written."""
+    script = copy(tmp, f"no_{name}", {f'"{name}": step': f'"my_{name}": step'})
+    folder = tmp / f"run_without_{name}"
+    status, out, err = call(*SHORT, "--out", folder, script=script)
+    assert status == 2 and "Traceback" not in err and "compil" not in out
+    assert err.startswith(f"no_{name}.py: error: ") and len(err.splitlines()) == 1
+    assert name in err and not folder.exists()
+
+
+# --- trackers
+
+
+def wandb_records(path):
+    """Of a file that wandb writes offline: LevelDB's log format, after 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if at % 32768 > 32768 - 7:
+            at += -at % 32768  # the rest of a block
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(record)
+            record = b""
+
+
+def test_track_wandb(tmp, sweep, train):
+    """A run for each row, in a group, with its configuration and its rows of logs.csv."""
+    folder = tmp / "tracked"
+    env = {f"WANDB_{x}_DIR": str(tmp / "wandb") for x in ("CONFIG", "CACHE", "DATA")}
+    env |= {"WANDB_MODE": "offline", "PYTHONPATH": ""}
+    train(*SHORT, *SWEEP, "--track", "wandb", "--out", folder, env=env)
+    assert_equal(folder, sweep)
+    log, seen, names = table(folder), {}, ("seed", "lr", "ent_coef")
+    for path in folder.rglob("*.wandb"):
+        records = list(wandb_records(path))
+        run = next(x.run for x in records if x.WhichOneof("record_type") == "run")
+        assert run.run_group == folder.name
+        config = {x.key: json.loads(x.value_json) for x in run.config.update}
+        assert config["num_updates"] == 12 and config["eval_suite"] == "TrivialMaze"
+        row = [config[name] for name in names]
+        seen[run.display_name] = tuple(row)
+        expected = [line for line in log if [float(line[name]) for name in names] == row]
+        history = [x.history for x in records if x.WhichOneof("record_type") == "history"]
+        assert len(history) == len(expected) == 6
+        for entry, line in zip(history, expected):
+            values = {x.key or "/".join(x.nested_key): x.value_json for x in entry.item}
+            values = {k: float(v) for k, v in values.items() if k[0] != "_" and k != "seconds"}
+            assert values == {name: float(x) for name, x in line.items() if x != ""}
+            assert entry.step.num == int(line["update"])
+    assert len(seen) == len({*seen.values()}) == 8
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_tracker_is_not_installed(monkeypatch, capsys, tmp_path, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    out = tmp_path / "run"
+    status, line = say(monkeypatch, capsys, *SHORT, "--track", name, "--out", out)
+    assert status == 2 and line.startswith(f"dr.py: error: track = '{name}': allowed is ")
+    assert f"pip install {name}" in line and not out.exists()
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_is_imported_only_when_asked_for(call, name):
+    """In all runs here, `launch` puts another module in its place, which ends who imports it."""
+    assert call(f"import {name}", script="-c") == (1, "", f"{name} is imported\n")
