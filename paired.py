@@ -890,7 +890,8 @@ def run(config):
         data = {"step": step, "seconds": seconds, "log_bytes": log.tell()}
         data["rows"] = {str(i): row for i, row in enumerate(rows)}
         data["state"] = serialization.to_state_dict(gather(state))
-        os.fsync(log.fileno())
+        if first:  # before the checkpoint that counts on it
+            os.fsync(log.fileno())
         write(path, lambda file: file.write(serialization.msgpack_serialize(data)))
 
     bar = tqdm(initial=step, total=config.num_updates, unit="update", disable=not first)
@@ -961,7 +962,8 @@ def parse(arguments):
         value, new = getattr(stored, f.name), getattr(config, f.name)
         longer = f.name == "num_updates" and new > value and not config.anneal_lr
         same = f.name in FREE or new == value or longer
-        demand(same, config, f.name, f"{value!r}, as in the run to resume")
+        or_more = ", or more if lr is not annealed" if f.name == "num_updates" else ""
+        demand(same, config, f.name, f"{value!r}, as in the run to resume{or_more}")
     return config
 
 
