@@ -133,11 +133,12 @@ class S5Layer(nn.Module):
         Lambda_block, V_block = hippo_legs(self.ssm_size // self.blocks)
         Lambda_0 = np.tile(Lambda_block, self.blocks)              # [P]
         V = np.kron(np.eye(self.blocks), V_block)                  # [2P, P]  V^-1 = V^H
+        # C's fan-in: 2P, as by default in the S5 authors' code but for sqrt(2); minimax takes their
+        # other option, where it is 2P H and C 16 times smaller. In dr.py both learn alike.
         lecun = nn.initializers.lecun_normal(1, 0)
         init_B = lambda rng: pair(V.conj().T @ lecun(rng, (2 * P, H)))
         init_C = lambda rng: pair(lecun(rng, (H, 2 * P)) @ V)
         init_log_Delta = lambda rng: jax.random.uniform(rng, (P,), jnp.float32, *np.log(DELTA))
-
         Lambda_re = self.param("Lambda_re", lambda _: pair(Lambda_0)[0])   # [P]
         Lambda_im = self.param("Lambda_im", lambda _: pair(Lambda_0)[1])   # [P]
         B = self.param("B", init_B)                                # [2, P, H]
@@ -152,7 +153,6 @@ class S5Layer(nn.Module):
         scale = jnp.expm1(Lambda * Delta) / Lambda                 # [P]
         scale = jax.lax.optimization_barrier(scale)                # else worked out for all P x H
         B_bar = scale[:, None] * (B[0] + 1j * B[1])                # [P, H]
-
         skip = u
         u = LayerNorm()(u) if self.norm == "before" else u
         Bu = (u @ pair(B_bar).reshape(2 * P, H).T).reshape(T, N, 2, P)

@@ -12,9 +12,8 @@ import struct
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import fields, replace
-from functools import cache
 from itertools import count
 from pathlib import Path
 
@@ -626,7 +625,8 @@ def layouts(tmp, launch, train, pool):
         if "after" in layout:
             rewind(layouts(variant, layout.split(" after ")[1]), folder, 8)
             args = ["--resume"]
-        if "processes" in layout:
+        if "processes" in layout:  # alone: one waits no longer than 30 s for the other's compiler
+            wait(other for name, other in runs[variant].items() if name != layout)
             both = start_together(launch, *args, *where, script=ROOT / script)
             (status, said, err), (other, _, other_err) = map(finish, both)
             assert status == other == 0, err + other_err
@@ -635,12 +635,14 @@ def layouts(tmp, launch, train, pool):
         assert f"{folder}: 4 training(s) on {number} x cpu, dealt by {shard}" in said
         return folder
 
-    @cache
-    def start(variant):
-        names = "1 seeds", *VARIANTS[variant][2]
-        return {layout: pool.submit(run, variant, layout) for layout in names}
+    def layouts(variant, layout="1 seeds"):
+        if variant not in runs:
+            runs[variant] = {}
+            for name in ("1 seeds", *VARIANTS[variant][2]):
+                runs[variant][name] = pool.submit(run, variant, name)
+        return runs[variant][layout].result()
 
-    layouts = lambda variant, layout="1 seeds": start(variant)[layout].result()
+    runs = {}
     return layouts
 
 
