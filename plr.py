@@ -54,6 +54,7 @@ from s5 import S5
 
 # published defaults that differ by mode; num_updates for about 30,000 PPO updates in each
 SERIAL = {"num_updates": 60_000, "gae_lambda": 0.98, "staleness_coef": 0.3}
+PLAIN = SERIAL | {"num_updates": 30_000}  # not robust: every cycle learns
 PARALLEL = {"num_updates": 30_000, "gae_lambda": 0.95, "staleness_coef": 0.5}
 
 
@@ -120,10 +121,8 @@ class Config:
     track: Literal["", "wandb", "trackio"] = ""  # where logs.csv goes as well
 
     def __post_init__(self):
-        defaults = dict(PARALLEL if self.parallel else SERIAL)
-        if not self.robust:  # every cycle learns
-            defaults["num_updates"] = PARALLEL["num_updates"]
-        for name, value in defaults.items():
+        mode = PARALLEL if self.parallel else SERIAL if self.robust else PLAIN
+        for name, value in mode.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
 
@@ -169,17 +168,10 @@ class RunnerState(struct.PyTreeNode):
 
 # --- network
 
-def lstm_cell(z, c):
-    """Gates before their nonlinearities z [4H, B], c [H, B] -> next c, h (Hochreiter 1997)."""
-    i, f, g, o = jnp.split(z, 4)
-    c = nn.sigmoid(f) * c + nn.sigmoid(i) * jnp.tanh(g)
-    return c, nn.sigmoid(o) * jnp.tanh(c)
-
-
 @jax.custom_vjp
 def lstm(carry, x, is_first, w, b):
-    """LSTM: x [T, B, I], w [4H, I + H], b [4H] -> carry, h [T, B, H]; or, of inputs that are
-    projected already, x [T, B, 4H] and w [4H, H].
+    """LSTM (Hochreiter 1997): x [T, B, I], w [4H, I + H], b [4H] -> carry, h [T, B, H]; or, of
+    inputs that are projected already, x [T, B, 4H] and w [4H, H].
 
     On a CPU w @ [x; h] with units first, [I + H, B], is twice as fast as the transposed product.
     The gradient is written by hand: dw is one large product over all steps, not a sum of T."""
@@ -191,9 +183,11 @@ def lstm_forward(carry, x, is_first, w, b):
         x, keep = inputs
         c, h = carry[0] * keep, carry[1] * keep  # [H, B], zero where o_t opens an episode
         z = w @ h + x.T if projected else w @ jnp.concatenate([x.T, h])
-        z = z + b[:, None]
-        c_next, h_next = lstm_cell(z, c)
-        return (c_next, h_next), (h_next.T, (z, c))
+        i, f, g, o = jnp.split(z + b[:, None], 4)
+        gates = i, f, g, o = nn.sigmoid(i), nn.sigmoid(f), jnp.tanh(g), nn.sigmoid(o)
+        c_next = f * c + i * g
+        h_next = o * jnp.tanh(c_next)
+        return (c_next, h_next), (h_next.T, (gates, c))
 
     projected, keep = w.shape[1] == carry[1].shape[1], 1.0 - is_first[:, None]
     (c, h), (hs, saved) = jax.lax.scan(step, (carry[0].T, carry[1].T), (x, keep))
@@ -202,8 +196,12 @@ def lstm_forward(carry, x, is_first, w, b):
 
 def lstm_backward(residuals, gradients):
     def step(d_carry, inputs):
-        d_h, (z, c), keep = inputs
-        d_z, d_c = jax.vjp(lstm_cell, z, c)[1]((d_carry[0], d_carry[1] + d_h.T))
+        d_h, ((i, f, g, o), c), keep = inputs
+        d_h, tanh_c = d_carry[1] + d_h.T, jnp.tanh(f * c + i * g)
+        d_c = d_carry[0] + d_h * o * (1 - tanh_c**2)
+        d_gates = d_c * g, d_c * c, d_c * i, d_h * tanh_c
+        slopes = i * (1 - i), f * (1 - f), 1 - g**2, o * (1 - o)
+        d_z, d_c = jnp.concatenate([x * y for x, y in zip(d_gates, slopes)]), d_c * f
         d_x, d_h = jnp.split(w.T @ d_z, [w.shape[1] - len(c)])
         return (d_c * keep, d_h * keep), (d_z.T, d_z.T if projected else d_x.T)
 
@@ -236,17 +234,19 @@ def gru(carry, x, is_first, w, b):
 
 
 class GatedCore(nn.Module):
-    """LSTM or GRU. Every core: carry, x [T, B, I], is_first [T, B] -> carry, y [T, B, H]."""
+    """LSTM, GRU or none. Every core: carry, x [T, B, I], is_first [T, B] -> carry, y [T, B, H]."""
 
     rnn: str
     size: int
 
     def initial_carry(self, batch):
         h = jnp.zeros((batch, self.size))
-        return (h, h) if self.rnn == "lstm" else h
+        return {"lstm": (h, h), "gru": h, "none": ()}[self.rnn]
 
     @nn.compact
     def __call__(self, carry, x, is_first):
+        if self.rnn == "none":
+            return carry, x
         scan, gates = {"lstm": (lstm, 4), "gru": (gru, 3)}[self.rnn]
         project = self.rnn == "gru" or x.shape[-1] > gates * self.size  # a teacher's are wide
         if project:  # all steps in one product; the barrier as in lstm_backward
@@ -264,14 +264,6 @@ class GatedCore(nn.Module):
         return scan(carry, x, is_first, self.param("kernel", kernel), bias)
 
 
-class FeedForward(nn.Module):
-    def initial_carry(self, batch):
-        return ()
-
-    def __call__(self, carry, x, is_first):
-        return carry, x
-
-
 def orthogonal(scale):
     """flax's initialiser, one seed after the other: on a CPU a QR decomposition that is batched
     over seeds can block jaxlib's threads for ever."""
@@ -283,7 +275,7 @@ def orthogonal(scale):
 def make_core(rnn, size, s5_layers, s5_norm):
     if rnn == "s5":
         return S5(d_model=size, ssm_size=size, n_layers=s5_layers, norm=s5_norm)
-    return FeedForward() if rnn == "none" else GatedCore(rnn, size)
+    return GatedCore(rnn, size)
 
 
 def convolution(image, filters):
@@ -317,7 +309,7 @@ class ActorCritic(nn.Module):
 # --- pure functions
 
 
-def gae(reward, value, last_value, done, gamma, gae_lambda):
+def gae(batch, last_value, gamma, gae_lambda):
     """A_t = delta_t + gamma lambda (1 - d_t) A_{t+1} (1506.02438, eq. 16), advantages [T, B]."""
 
     def step(carry, x):
@@ -327,8 +319,8 @@ def gae(reward, value, last_value, done, gamma, gae_lambda):
         advantage = delta + gamma * gae_lambda * keep * advantage
         return (advantage, value), advantage
 
-    carry = (jnp.zeros_like(last_value), last_value)
-    return jax.lax.scan(step, carry, (reward, value, 1.0 - done), reverse=True)[1]
+    inputs = batch.reward, batch.value, 1.0 - batch.done
+    return jax.lax.scan(step, (jnp.zeros_like(last_value), last_value), inputs, reverse=True)[1]
 
 
 def first_episodes(reward, done):
@@ -367,9 +359,8 @@ def episode_sums(x, done):
 
 def replay_probabilities(buffer, now, temperature, staleness_coef):
     """P = (1 - rho) P_S + rho P_C over taken slots (2010.03934, eq. 1 to 4) -> [K]."""
-    size = len(buffer.score)
-    order = jnp.argsort(jnp.where(buffer.scored, -buffer.score, jnp.inf))
-    rank = jnp.zeros(size).at[order].set(jnp.arange(1.0, size + 1))
+    best_first = jnp.argsort(jnp.where(buffer.scored, -buffer.score, jnp.inf))
+    rank = 1.0 + jnp.argsort(best_first)
     by_score = jnp.where(buffer.scored, rank ** (-1 / temperature), 0.0)
     age = jnp.where(buffer.scored, now - buffer.touched, 0).astype(float)  # int32 would overflow
     by_age = jnp.where(age.any(), age, buffer.scored)
@@ -420,12 +411,12 @@ def level_outcomes(batch, advantage, max_return, copies, optimal_return):
     -> number of episodes, mean return of first episodes, R_max, every score; [N]."""
     by_level = lambda x: x.reshape(len(x), len(max_return), -1)  # [T, N, E]
     done = by_level(batch.done)
-    over_episodes = lambda x: jnp.mean(by_level(x), axis=(0, 2), where=done)
     total = episode_sums(batch.reward, batch.done)
     length = episode_sums(jnp.ones_like(batch.reward), batch.done)
     best = jnp.where(done, by_level(total), 0.0).max((0, 2))
     max_return = jnp.where(copies, jnp.maximum(best, max_return), 0.0).max(1)
-    time_mean = lambda x: over_episodes(episode_sums(x, batch.done) / length)
+    by_episode = lambda x: by_level(episode_sums(x, batch.done) / length)  # time means, where done
+    time_mean = lambda x: jnp.mean(by_episode(x), axis=(0, 2), where=done)
     first, _, ended = (x.reshape(done.shape[1:]) for x in first_episodes(batch.reward, batch.done))
     mean_return, solved = (jnp.mean(x, axis=1, where=ended) for x in (first, first > 0))
     scores = {
@@ -461,22 +452,17 @@ def make_train(config, devices=1):
     clip = optax.clip_by_global_norm(config.max_grad_norm)
     optimiser = lambda lr: optax.chain(clip, optax.adam(lr, eps=1e-5))
 
-    def new_student(rng):
-        obs = jax.tree.map(lambda x: x[None, None], reset(sample_levels(rng))[0])
-        params = network.init(rng, core.initial_carry(1), obs, jnp.zeros((1, 1), bool))
-        return Agent(params, optimiser(0.0).init(params))  # whatever the learning rate
-
     def init(rng):
         rng, rng_student = jax.random.split(rng)
-        zero = jnp.zeros((), int)
-        return RunnerState(rng, zero, zero, new_student(rng_student), empty_buffer(rng))
-
-    def empty_buffer(rng):
-        """K free slots."""
         level = sample_levels(rng)
+        obs = jax.tree.map(lambda x: x[None, None], reset(level)[0])
+        inputs = core.initial_carry(1), obs, jnp.zeros((1, 1), bool)
+        params = network.init(rng_student, *inputs)
+        student = Agent(params, optimiser(0.0).init(params))  # whatever the learning rate
         slot = Buffer(level, amaze.level_code(level), False, 0.0, 0.0, 0.0, 0, 0, 0)
         free = lambda x: jnp.zeros((config.buffer_size, *jnp.shape(x)), jnp.result_type(x))
-        return jax.tree.map(free, slot)
+        buffer, zero = jax.tree.map(free, slot), jnp.zeros((), int)
+        return RunnerState(rng, zero, zero, student, buffer)
 
     # On several devices each plays its share of the trajectories, and learns from its share of a
     # minibatch; all else (levels, keys, scores, statistics) they all hold and compute alike.
@@ -518,21 +504,19 @@ def make_train(config, devices=1):
         """T steps on E copies of N levels -> batch [T, B], V(o_T) [B]; episode k of trajectory b
         plays queue[b // E, k % K] of the levels [N, K]."""
         queue = jax.tree.map(lambda x: jnp.repeat(x, config.num_evals, axis=0), queue)
-        rngs = jax.random.split(rng, len(queue.agent_dir))
-        queue, rngs = jax.tree.map(share, (queue, rngs))
-        obs, env_state = jax.vmap(reset)(queue)
-        gumbel = partial(jax.random.gumbel, shape=(config.num_steps + 1, amaze.NUM_ACTIONS))
-        noise = jax.vmap(gumbel, out_axes=1)(rngs)  # at once: faster than step by step
+        shape = config.num_steps + 1, len(queue.agent_dir), amaze.NUM_ACTIONS
+        noise = jax.vmap(share)(jax.random.gumbel(rng, shape))  # faster than step by step
+        obs, state = jax.vmap(reset)(jax.tree.map(share, queue))
 
         def play_step(carry, noise):
-            memory, obs, env_state, is_first = carry
+            memory, obs, state, is_first = carry
             memory, action, log_prob, value = act(params, memory, obs, is_first, noise)
-            moved = jax.vmap(partial(step, restart=True))(env_state, action)
-            next_obs, env_state, reward, done = moved
+            next_obs, state, reward, done = jax.vmap(partial(step, restart=True))(state, action)
             transition = Transition(obs, is_first, action, log_prob, value, reward, done)
-            return (memory, next_obs, env_state, done), transition
+            return (memory, next_obs, state, done), transition
 
-        carry = core.initial_carry(len(rngs)), obs, env_state, jnp.ones(len(rngs), bool)
+        number = noise.shape[1]  # of trajectories on this device
+        carry = core.initial_carry(number), obs, state, jnp.ones(number, bool)
         (memory, obs, _, is_first), batch = jax.lax.scan(play_step, carry, noise[:-1])
         last_value = act(params, memory, obs, is_first, noise[-1])[3]
         return gather(batch, axis=1), gather(last_value, axis=0)
@@ -560,15 +544,13 @@ def make_train(config, devices=1):
 
     def learn(rng, student, lr, batch, last_value):
         """update_epochs passes of PPO over the batch [T, B] -> student, metrics."""
-        rewards = batch.reward, batch.value, last_value, batch.done
-        advantage = gae(*rewards, config.gamma, config.gae_lambda)
+        advantage = gae(batch, last_value, config.gamma, config.gae_lambda)
         target = advantage + batch.value
 
         def minibatch(student, columns):
             mean, std = advantage[:, columns].mean(), advantage[:, columns].std()
             data = batch, (advantage - mean) / (std + 1e-5), target
-            mine = share(columns)
-            data = jax.tree.map(lambda x: x[:, mine], data)
+            data = jax.tree.map(lambda x: x[:, share(columns)], data)
             grads, metrics = average(jax.grad(loss, has_aux=True)(student.params, *data))
             updates, opt_state = optimiser(lr).update(grads, student.opt_state)
             student = Agent(optax.apply_updates(student.params, updates), opt_state)
@@ -586,19 +568,19 @@ def make_train(config, devices=1):
 
     def play(rng, params, levels, *rules):
         """One episode on each level [B] -> returns [B]."""
-        obs, env_state = jax.vmap(reset)(levels, *rules)
+        obs, state = jax.vmap(reset)(levels, *rules)
         number = len(levels.agent_dir)
 
         def play_step(carry):
-            t, memory, obs, env_state, playing, total = carry
+            t, memory, obs, state, playing, total = carry
             noise = jax.random.gumbel(jax.random.fold_in(rng, t), (number, amaze.NUM_ACTIONS))
             is_first = jnp.full(number, t == 0)
             memory, action, _, _ = act(params, memory, obs, is_first, noise)
-            obs, env_state, reward, done = jax.vmap(step)(env_state, action)
-            return t + 1, memory, obs, env_state, playing & ~done, total + reward * playing
+            obs, state, reward, done = jax.vmap(step)(state, action)
+            return t + 1, memory, obs, state, playing & ~done, total + reward * playing
 
         memory, playing = core.initial_carry(number), jnp.ones(number, bool)
-        carry = (0, memory, obs, env_state, playing, jnp.zeros(number))
+        carry = (0, memory, obs, state, playing, jnp.zeros(number))
         return jax.lax.while_loop(lambda carry: carry[4].any(), play_step, carry)[5]
 
     def evaluate(rng, student):
@@ -610,14 +592,10 @@ def make_train(config, devices=1):
         each = {f"{k}/{m}": x[i] for k, x in scores.items() for i, m in enumerate(mazes)}
         return student, each | {name: score.mean() for name, score in scores.items()}
 
-    def skip(function):
-        """Stands in for function(rng, state, ...) -> state, metrics: not measured is NaN."""
-
-        def skipped(rng, state, *args):
-            shapes = jax.eval_shape(function, rng, state, *args)[1]
-            return state, jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), shapes)
-
-        return skipped
+    def skip(function, rng, state, *args):
+        """In place of function(rng, state, ...) -> state, metrics: not measured is NaN."""
+        shapes = jax.eval_shape(function, rng, state, *args)[1]
+        return state, jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), shapes)
 
     strength = config.temperature, config.staleness_coef
 
@@ -639,17 +617,15 @@ def make_train(config, devices=1):
         solution = jax.vmap(amaze.solve)(levels)
         code = jax.vmap(amaze.level_code)(levels)
         slot = find(state.buffer, code)
-        rewards = batch.reward, batch.value, last_value, batch.done
-        advantage = gae(*rewards, config.gamma, config.gae_lambda)
+        advantage = gae(batch, last_value, config.gamma, config.gae_lambda)
         seen = state.buffer.max_return.at[slot].get(mode="fill", fill_value=0.0)
         copies = (code[:, None] == code).all(-1)
         best = amaze.optimal_return(solution, config.max_steps)
         outcomes = level_outcomes(batch, advantage, seen, copies, best)
         episodes, mean_return, max_return, scores = outcomes
+        entries = episodes > 0, scores[config.score], max_return, mean_return, solution.n_actions
         touched = jnp.full(len(code), state.step)
-        returns = max_return, mean_return, solution.n_actions
-        entries = episodes > 0, scores[config.score], *returns, mutations, touched
-        return Buffer(levels, code, *entries), slot, solution
+        return Buffer(levels, code, *entries, mutations, touched), slot, solution
 
     def buffer_stats(buffer, step):
         """Means over the taken slots, and sums weighted by P."""
@@ -657,15 +633,14 @@ def make_train(config, devices=1):
         solution = amaze.Solution(None, buffer.n_actions, buffer.n_actions >= 0)
         regret = amaze.optimal_return(solution, config.max_steps) - buffer.mean_return
         over_slots = partial(jnp.mean, where=buffer.scored)
-        stats = {
-            "fill": buffer.scored.mean(),
-            "score": over_slots(buffer.score),
-            "score_weighted": probability @ buffer.score,
-            "age": over_slots(step - buffer.touched),
-            "unsolvable": over_slots(~solution.solvable),
-            "regret": over_slots(regret),
+        return {
+            "buffer_fill": buffer.scored.mean(),
+            "buffer_score": over_slots(buffer.score),
+            "buffer_score_weighted": probability @ buffer.score,
+            "buffer_age": over_slots(step - buffer.touched),
+            "buffer_unsolvable": over_slots(~solution.solvable),
+            "buffer_regret": over_slots(regret),
         }
-        return {f"buffer_{name}": x for name, x in stats.items()}
 
     def replays(step):
         """Whether cycle `step` replays; the same for all seeds, so that it stays a branch."""
@@ -706,13 +681,13 @@ def make_train(config, devices=1):
         learns = replay | (not config.robust)
         last = slice(config.parallel * trajectories, (1 + config.parallel) * trajectories)
         data = jax.tree.map(lambda x: x[:, last], batch), last_value[last]
-        inputs = rng_learn, state.student, jnp.asarray(lr), *data
-        student, metrics = jax.lax.cond(learns, learn, skip(learn), *inputs)
+        inputs = rng_learn, state.student, lr, *data
+        student, metrics = jax.lax.cond(learns, learn, partial(skip, learn), *inputs)
 
         # 6. EVALUATE
         grad_updates = state.grad_updates + learns
         # the command line needs these two: PPO updates so far, rollouts of N * E * T steps so far
-        metrics |= {"grad_updates": grad_updates, "rollouts": step * blocks, "lr": jnp.asarray(lr)}
+        metrics |= {"grad_updates": grad_updates, "rollouts": step * blocks, "lr": lr}
         episode = first_episodes(batch.reward, batch.done)
         metrics |= {f"train_{name}": x for name, x in episode_stats(*episode).items()}
         for name, where in {"fresh": ~replayed, "replay": replayed}.items():
@@ -722,7 +697,7 @@ def make_train(config, devices=1):
         metrics |= buffer_stats(buffer, step)
         if config.eval_interval:
             due = (step % config.eval_interval == 0) | (step == config.num_updates)
-            metrics |= jax.lax.cond(due, evaluate, skip(evaluate), rng_eval, student)[1]
+            metrics |= jax.lax.cond(due, evaluate, partial(skip, evaluate), rng_eval, student)[1]
         state = state.replace(step=step, grad_updates=grad_updates, student=student, buffer=buffer)
         return state, metrics
 
@@ -731,20 +706,14 @@ def make_train(config, devices=1):
         return jax.lax.scan(cycle, state, None, length=steps)
 
     def show(state):
-        """Levels that the next update may start with, and the buffer's most probable."""
-        rng_fresh, rng_choice, *_ = cycle_rngs(state)
-        path = lambda levels: {"path": jax.vmap(amaze.solve)(levels).path_length}
+        """Random levels, and those of the buffer that are replayed most."""
         probability = replay_probabilities(state.buffer, state.step, *strength)
         top = jnp.argsort(-probability)[: config.num_envs]
         best = jax.tree.map(lambda x: x[top], state.buffer)
         captions = {"score": best.score, "age": state.step - best.touched, "P": probability[top]}
-        fresh = sample_fresh(rng_fresh if config.parallel else rng_choice, state)[0]
-        replayed = sample_replay(rng_choice, state)[0]
-        return {
-            "fresh": (fresh, path(fresh)),
-            "replayed": (replayed, path(replayed)),
-            "most probable of the buffer": (best.level, captions),
-        }
+        fresh = sample_fresh(cycle_rngs(state)[0], state)[0]
+        path = {"path": jax.vmap(amaze.solve)(fresh).path_length}
+        return {"fresh": (fresh, path), "most probable of the buffer": (best.level, captions)}
 
     def train(rng):
         return update(init(rng), config.num_updates)
@@ -757,25 +726,25 @@ def make_train(config, devices=1):
 
 # --- command line
 # The same in each file. A run is a list of rows: a seed and its swept values. One program trains
-# them all; every array of state is [R, ...], here, in checkpoints and on any number of devices.
-# Several processes (--distributed) all do the same; only the first, 0, writes.
+# them all; every array of state is [R, ...], on any number of devices. Several processes
+# (--distributed) all do the same; only the first, 0, writes.
 
 SCRIPT = Path(__file__).name
 FLOATS = [f.name for f in fields(Config) if f.type in (float, float | None)]
 maze_names = lambda suite: amaze.SUITES.get(suite) or suite.split(",")
 CURVES = "train_solve_rate", "eval_solve_rate"  # what curves.png and the progress bar show
 gather = partial(multihost_utils.process_allgather, tiled=True)  # whole, in each process
-ALLOWED = {
+ALLOWED = {  # of a field or a teacher_field
     "at least 0": (lambda v: v >= 0, """lr ent_coef vf_coef n_walls num_edits eval_interval seed
-        archive_interval plot_interval devices seeds_at_once sweep_random teacher_lr
-        teacher_ent_coef"""),
+        archive_interval plot_interval devices seeds_at_once sweep_random"""),
     "at least 1": (lambda v: v >= 1, """num_updates num_envs num_evals num_steps update_epochs seeds
         num_minibatches hidden_size s5_layers max_steps eval_episodes log_interval num_students
-        checkpoint_interval buffer_size teacher_hidden_size teacher_filters score_interval"""),
+        checkpoint_interval buffer_size filters score_interval"""),
     "at least 2": (lambda v: v >= 2, "height width candidate_evals"),
     "above 0": (lambda v: v > 0, "clip_eps max_grad_norm temperature"),
-    "from 0 to 1": (lambda v: 0 <= v <= 1, """gamma gae_lambda replay_prob staleness_coef min_fill
-        teacher_gamma teacher_gae_lambda"""),
+    "from 0 to 1": (lambda v: 0 <= v <= 1, "gamma gae_lambda replay_prob staleness_coef min_fill"),
+    "what is installed: pip install wandb, pip install trackio":
+        (lambda v: not v or importlib.util.find_spec(v), "track"),
     f"a suite ({', '.join(amaze.SUITES)}) or mazes ({', '.join(amaze.TEST_MAZES)})":
         (lambda v: {*maze_names(v)} <= {*amaze.TEST_MAZES}, "eval_suite"),
 }  # fmt: skip
@@ -801,10 +770,9 @@ def check(config):
         if f.type is int:
             demand(isinstance(value, int), config, f.name, "a whole number")
         for allowed, (test, names) in ALLOWED.items():
-            if f.name in names.split() and not isinstance(value, jax.Array):
+            named = f.name.removeprefix("teacher_") in names.split()
+            if named and not isinstance(value, jax.Array):
                 demand(test(value), config, f.name, allowed)
-    known = not config.track or importlib.util.find_spec(config.track)
-    demand(known, config, "track", f"what is installed: pip install {config.track}")
 
 
 def make_rows(config):
@@ -825,8 +793,7 @@ def make_rows(config):
             swept[FLOATS[FLOATS.index(name)]] = (drawn if number else values).tolist()
         except (ValueError, IndexError):
             allowed = f"NAME=0.1,0.2 or NAME=log:0.01:0.1:8, NAME a float: {', '.join(FLOATS)}"
-            why = f"sweep = {sweep!r}: allowed is {allowed}; for other fields, a run for each value"
-            raise BadConfig(why) from None
+            demand(False, config, "sweep", f"{allowed}; for other fields, a run for each value")
     demand(len(swept) == len(config.sweep), config, "sweep", "each field once")
     points = zip(*swept.values()) if number else itertools.product(*swept.values())
     points = [dict(zip(swept, point)) for point in points]
@@ -841,14 +808,12 @@ def choose_devices(config, num_rows):
     here, (n, m) = jax.devices(), (config.num_envs, config.num_minibatches)
     wanted = len(here) if jax.process_count() > 1 else config.devices
     parts = {"seeds": num_rows, "levels": math.gcd(n * config.num_evals // m, n // m)}
-    parts = {config.shard: parts[config.shard]} if config.shard else parts
-    fits = {shard: math.gcd(wanted or len(here), part) for shard, part in parts.items()}
-    shard = max(fits, key=fits.get)
-    number = fits[shard]
-    fine = number <= len(here) and {number} >= {wanted, config.devices} - {0}
+    deal = lambda shard: math.gcd(wanted or len(here), parts[shard])  # that many deal evenly
+    shard = config.shard or max(parts, key=deal)
+    fine = deal(shard) <= len(here) and {deal(shard)} >= {wanted, config.devices} - {0}
     allowed = f"a divisor of {parts[shard]}, for {shard}, and at most {len(here)}, what is here"
     demand(fine, config, "devices", allowed)
-    return here[:number], shard
+    return here[: deal(shard)], shard
 
 
 def make_programs(config, num_rows, devices, shard):
@@ -860,8 +825,7 @@ def make_programs(config, num_rows, devices, shard):
     here = num_rows * shares // len(devices)  # rows on a device
     at_once = min(config.seeds_at_once or here, here)
     demand(here % at_once == 0, config, "seeds_at_once", f"a divisor of {here}")
-    if devices[0].platform == "cpu":  # rows are as fast or faster in turn
-        at_once = None
+    at_once = None if devices[0].platform == "cpu" else at_once  # there rows are faster in turn
 
     def program(function, **options):
         def of_row(step, row, state):
@@ -886,8 +850,6 @@ def make_programs(config, num_rows, devices, shard):
 
 def write(path, save):
     """Replace a file as a whole: save(file) makes another one, which then takes its place."""
-    if jax.process_index():
-        return
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -905,25 +867,24 @@ def log_rows(config, rows, chunk, step, seconds):
     Blank: not measured (NaN). nan: measured and not finite (inf)."""
     for i, row in enumerate(rows):
         values = {name: x[i][~np.isnan(x[i])] for name, x in chunk.items()}
-        counters = {name: int(values.pop(name)[-1]) for name in ("grad_updates", "rollouts")}
-        rollout = config.num_envs * config.num_evals * config.num_steps
-        counters["env_steps"] = counters.pop("rollouts") * rollout
+        learned, played = (int(values.pop(name)[-1]) for name in ("grad_updates", "rollouts"))
+        played *= config.num_envs * config.num_evals * config.num_steps
         mean = lambda x: f"{x.mean(dtype=float):.7g}" if np.isfinite(x).all() else "nan"
         means = {name: mean(x) if x.size else "" for name, x in values.items()}
-        yield {"update": step} | counters | row | {"seconds": f"{seconds:.1f}"} | means | row
+        counters = {"update": step, "grad_updates": learned, "env_steps": played}
+        yield counters | row | {"seconds": f"{seconds:.1f}"} | means | row
 
 
 def plot_curves(folder, swept):
     """curves.png from logs.csv: mean and spread over the seeds of each point of a sweep."""
     figure = Figure(figsize=(11, 4), layout="constrained")
-    with open(folder / "logs.csv", newline="") as file:
-        table = list(csv.DictReader(file))
+    table = list(csv.DictReader((folder / "logs.csv").read_text().splitlines()))
     for axis, column in zip(figure.subplots(1, 2), CURVES):
         curves = {}
         for row in (row for row in table if row.get(column)):
             point = ", ".join(f"{name} {float(row[name]):.3g}" for name in swept)
-            at_step = curves.setdefault(point, {}).setdefault(int(row["env_steps"]), [])
-            at_step.append(float(row[column]))
+            curve = curves.setdefault(point, {})
+            curve.setdefault(int(row["env_steps"]), []).append(float(row[column]))
         for point, curve in curves.items():
             mean, std = (np.array([f(x) for x in curve.values()]) for f in (np.mean, np.std))
             axis.plot(list(curve), mean, label=point)
@@ -941,28 +902,22 @@ def open_run(config):
     checkpoint = {"step": 0, "seconds": 0.0, "log_bytes": 0, "state": None}
     if config.resume and (folder / "checkpoint.msgpack").exists():
         checkpoint = serialization.msgpack_restore((folder / "checkpoint.msgpack").read_bytes())
-    if not config.resume and not jax.process_index():
-        fresh = not folder.exists() or folder.is_dir() and not any(folder.iterdir())
+    if not jax.process_index():
+        fresh = config.resume or not any(folder.glob("*"))
         demand(fresh, config, "out", "a new or empty folder; --resume goes on with a run")
         try:
-            (folder / "levels").mkdir(parents=True)
+            (folder / "levels").mkdir(parents=True, exist_ok=config.resume)
         except OSError as error:
             demand(False, config, "out", f"a folder that can be made ({error.strerror})")
-    stored = json.dumps({"script": SCRIPT} | asdict(replace(config, resume=False)), indent=2)
-    write(folder / "config.json", lambda file: file.write(stored.encode()))
+        stored = json.dumps({"script": SCRIPT} | asdict(replace(config, resume=False)), indent=2)
+        write(folder / "config.json", lambda file: file.write(stored.encode()))
     return folder, checkpoint
-
-
-def say(line):
-    """Print above the progress bar; process 0 speaks for all."""
-    if not jax.process_index():
-        tqdm.write(line)
-        sys.stdout.flush()
 
 
 def run(config):
     """Train all rows: chunks of log_interval updates; between them logs, checkpoints, pictures."""
     rows, first = make_rows(config), jax.process_index() == 0
+    say = tqdm.write if first else lambda line: None  # above the progress bar
     devices, shard = choose_devices(config, len(rows))
     init, update, show, sharding = make_programs(config, len(rows), devices, shard)
     table = {name: np.array([row[name] for row in rows]) for name in rows[0]}
@@ -992,9 +947,9 @@ def run(config):
         data = {"step": step, "seconds": seconds, "log_bytes": log.tell()}
         data["rows"] = {str(i): row for i, row in enumerate(rows)}
         data["state"] = serialization.to_state_dict(gather(state))
-        if first:  # before the checkpoint that counts on it
-            os.fsync(log.fileno())
-        write(path, lambda file: file.write(serialization.msgpack_serialize(data)))
+        if first:
+            os.fsync(log.fileno())  # before the checkpoint that counts on it
+            write(path, lambda file: file.write(serialization.msgpack_serialize(data)))
 
     bar = tqdm(initial=step, total=config.num_updates, unit="update", disable=not first)
     with open(folder / "logs.csv" if first else os.devnull, "a", newline="") as log, bar:
@@ -1034,9 +989,9 @@ def run(config):
                 save(folder / f"checkpoint_{step}.msgpack")
             if ends or due(config.plot_interval):
                 levels = jax.tree.map(lambda x: x[0], gather(show(step, table, state)[1]))
-                figure = amaze.plot_levels(levels)
-                write(folder / f"levels/update_{step}.png", partial(figure.savefig, format="png"))
                 if first:
+                    drawn = partial(amaze.plot_levels(levels).savefig, format="png")
+                    write(folder / f"levels/update_{step}.png", drawn)
                     plot_curves(folder, list(rows[0])[1:])
     if ended:
         say(f"stopped at update {step}; to go on: python {sys.argv[0]} --resume --out {folder}")
@@ -1069,27 +1024,24 @@ def parse(arguments):
     return config
 
 
-def connect(config):
-    """Make every core of a CPU a device; with --distributed, join the other processes."""
-    by_user = jax.config.jax_num_cpu_devices, "device_count" in os.environ.get("XLA_FLAGS", "")
-    if by_user == (-1, False) and config.devices != 1:
-        cores = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count()))(0)
-        jax.config.update("jax_num_cpu_devices", len(cores))
-    if config.distributed:
-        address, *numbers = config.distributed.split(",")
-        try:
-            numbers = () if address == "auto" else (address, *map(int, numbers))
-            jax.distributed.initialize(*numbers, heartbeat_timeout_seconds=30)
-        except (ValueError, RuntimeError) as error:
-            allowed = f"auto, or HOST:PORT,PROCESSES,NUMBER ({str(error).splitlines()[0]})"
-            demand(False, config, "distributed", allowed)
-
-
 def main():
+    """Make every core of a CPU a device; with --distributed, join the other processes; run."""
+    sys.stdout.reconfigure(line_buffering=True)  # into a file too
     try:
         config = parse(sys.argv[1:])
         check(config)
-        connect(config)
+        by_user = jax.config.jax_num_cpu_devices, "device_count" in os.environ.get("XLA_FLAGS", "")
+        if by_user == (-1, False) and config.devices != 1:
+            cores = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count()))(0)
+            jax.config.update("jax_num_cpu_devices", len(cores))
+        address, *numbers = config.distributed.split(",")
+        try:
+            numbers = () if address == "auto" else (address, *map(int, numbers))
+            if address:
+                jax.distributed.initialize(*numbers, heartbeat_timeout_seconds=30)
+        except (ValueError, RuntimeError) as error:
+            allowed = f"auto, or HOST:PORT,PROCESSES,NUMBER ({str(error).splitlines()[0]})"
+            demand(False, config, "distributed", allowed)
         return run(config)
     except BadConfig as error:
         message, status = error, 2
@@ -1106,7 +1058,6 @@ def main():
 if __name__ == "__main__":
     main()
 
-# What `uv run` installs
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["jax>=0.10", "jaxlib>=0.10", "flax>=0.12", "optax>=0.2.5", "distrax>=0.1.7",

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import test_plr
 from test_plr import (
-    ACTS, FAST, LEARNS_IN_BRANCH, MODES, SMALL, K, T, check_an_empty_buffer, check_logged, close,
+    ACTS, FAST, LEARNS_IN_BRANCH, MODES, SMALL, K, T, check_an_empty_buffer,
+    check_fresh_levels_shown, check_logged, close,
     command_line, contents, defaults, equal, first_replay_of, follow_random_batches,
     gradient_updates, initial, inner, learned, learned_from, learning_columns,
     length_without_robust, names, outcomes, play, products, program, records, refused, replayed,
-    same_contents, shown, slot_of_a_level_drawn_twice, sweeps_and_batches, trainings,
+    same_contents, slot_of_a_level_drawn_twice, sweeps_and_batches, trainings,
     write)  # fmt: skip
 
 import accel
@@ -289,11 +290,8 @@ def test_parallel_learns_from_the_replayed_block_only(parallel):
     assert learning_columns(accel, **SERIAL) == {N}
 
 
-def test_show_gives_the_levels_that_the_next_update_starts_with(serial, parallel):
-    for cycle, fresh, replay in shown(accel, serial[:6], **SERIAL):
-        assert names(cycle.entries.level) == (replay if replayed(cycle) else fresh)
-    for cycle, fresh, replay in shown(accel, parallel[4:6], **PARALLEL):
-        assert names(cycle.entries.level)[: 2 * N] == fresh + replay
+def test_show_gives_fresh_levels_as_the_next_update_draws_them(parallel):
+    check_fresh_levels_shown(accel, parallel[4:], **PARALLEL)
 
 
 # --- against plr.py

@@ -293,7 +293,8 @@ def test_gae_is_the_discounted_sum_of_td_errors():
                 expected[start, b] += (gamma * gae_lambda) ** (t - start) * delta
                 if done[t, b]:
                     break
-    assert close(dr.gae(reward, value, last_value, done, gamma, gae_lambda), expected)
+    batch = dr.Transition(None, None, None, None, value, reward, done)
+    assert close(dr.gae(batch, last_value, gamma, gae_lambda), expected)
 
 
 def first_episodes(reward, done):
@@ -424,7 +425,7 @@ def test_minibatches(k):
     student, metrics = learn(SEED, start().student, 1e-3, *data)
     jax.effects_barrier()
     assert optax.tree_utils.tree_get(student.opt_state, "count") == 3 * k == len(seen)
-    advantage = dr.gae(reward, value, last_value, done, config.gamma, config.gae_lambda)
+    advantage = dr.gae(batch, last_value, config.gamma, config.gae_lambda)
     advantage, orders = np.asarray(advantage), []
     target = advantage + value
     for epoch in range(3):
@@ -454,8 +455,7 @@ def test_annealed_lr_and_adam_by_hand():
         rngs = inner(cycle, "cycle_rngs")(state)
         queue = inner(cycle, "choose_levels")(rngs[0])
         batch, last_value = inner(cycle, "rollout")(rngs[1], state.student.params, queue)
-        rewards = batch.reward, batch.value, last_value, batch.done
-        advantage = dr.gae(*rewards, config.gamma, config.gae_lambda)
+        advantage = dr.gae(batch, last_value, config.gamma, config.gae_lambda)
         normed = (advantage - advantage.mean()) / (advantage.std() + 1e-5)
         data = batch, normed, advantage + batch.value
         return jax.grad(loss, has_aux=True)(state.student.params, *data)[0], batch
@@ -695,7 +695,8 @@ def test_a_new_float_can_be_swept(tmp_path):
     """A copy with a price on each step of a rollout, swept in turn and at once; for nothing it is
     dr.py, else all returns are lower by the price."""
     text = (ROOT / "dr.py").read_text()
-    field, moved = "    gamma: float = 0.995", "next_obs, env_state, reward, done = moved\n"
+    field = "    gamma: float = 0.995"
+    moved = "next_obs, state, reward, done = jax.vmap(partial(step, restart=True))(state, action)\n"
     assert text.count(field) == text.count(moved) == 1
     text = text.replace(field, f"    price: float = 0.0\n{field}")
     text = text.replace(moved, f"{moved}            reward -= config.price\n")
