@@ -567,27 +567,29 @@ def make_train(config, devices=1):
         return student, {name: finite(x.mean()) for name, x in metrics.items()}
 
     def play(rng, params, levels, *rules):
-        """One episode on each level [B] -> returns [B]."""
+        """One episode on each level [B] -> returns and lengths [B]."""
         obs, state = jax.vmap(reset)(levels, *rules)
         number = len(levels.agent_dir)
 
         def play_step(carry):
-            t, memory, obs, state, playing, total = carry
+            t, memory, obs, state, playing, total, length = carry
             noise = jax.random.gumbel(jax.random.fold_in(rng, t), (number, amaze.NUM_ACTIONS))
             is_first = jnp.full(number, t == 0)
             memory, action, _, _ = act(params, memory, obs, is_first, noise)
             obs, state, reward, done = jax.vmap(step)(state, action)
-            return t + 1, memory, obs, state, playing & ~done, total + reward * playing
+            total, length = total + reward * playing, length + playing
+            return t + 1, memory, obs, state, playing & ~done, total, length
 
         memory, playing = core.initial_carry(number), jnp.ones(number, bool)
-        carry = (0, memory, obs, state, playing, jnp.zeros(number))
-        return jax.lax.while_loop(lambda carry: carry[4].any(), play_step, carry)[5]
+        carry = (0, memory, obs, state, playing, jnp.zeros(number), jnp.zeros(number, int))
+        return jax.lax.while_loop(lambda carry: carry[4].any(), play_step, carry)[5:]
 
     def evaluate(rng, student):
         """The student, and its solve rate and return on each test maze, and their means."""
         rng_mazes, rng_play = jax.random.split(rng)
         levels = amaze.sample_mazes(rng_mazes, mazes, config.eval_episodes)
-        total = play(rng_play, student.params, *levels).reshape(len(mazes), config.eval_episodes)
+        total, _ = play(rng_play, student.params, *levels)
+        total = total.reshape(len(mazes), config.eval_episodes)
         scores = {"eval_solve_rate": (total > 0).mean(1), "eval_return": total.mean(1)}
         each = {f"{k}/{m}": x[i] for k, x in scores.items() for i, m in enumerate(mazes)}
         return student, each | {name: score.mean() for name, score in scores.items()}
@@ -739,7 +741,7 @@ ALLOWED = {  # of a field or a teacher_field
         archive_interval plot_interval devices seeds_at_once sweep_random"""),
     "at least 1": (lambda v: v >= 1, """num_updates num_envs num_evals num_steps update_epochs seeds
         num_minibatches hidden_size s5_layers max_steps eval_episodes log_interval num_students
-        checkpoint_interval buffer_size filters score_interval"""),
+        checkpoint_interval buffer_size filters score_interval candidates_at_once"""),
     "at least 2": (lambda v: v >= 2, "height width candidate_evals"),
     "above 0": (lambda v: v > 0, "clip_eps max_grad_norm temperature"),
     "from 0 to 1": (lambda v: 0 <= v <= 1, "gamma gae_lambda replay_prob staleness_coef min_fill"),

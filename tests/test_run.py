@@ -483,7 +483,7 @@ def test_resume_needs_a_run(monkeypatch, capsys, tmp_path, whole):
     assert status == 2 and "a run of dr.py" in line
 
 
-@pytest.mark.parametrize("name", ["dr", "plr", "accel", "paired"])
+@pytest.mark.parametrize("name", ["dr", "plr", "accel", "paired", "sfl"])
 def test_help_shows_the_docstring_as_it_stands(monkeypatch, capsys, name):
     module = importlib.import_module(name)
     status, said = say(monkeypatch, capsys, "--help", module=module)
@@ -600,6 +600,9 @@ def test_all_trainings_diverge(tmp, call):
 
 BUFFER = "--eval-interval 0 --buffer-size 24 --min-fill 0.5 --replay-prob 0.5"
 TEACHER = "--eval-interval 0 --teacher-hidden-size 16 --teacher-filters 4"
+# candidates in three turns, which neither two nor four devices share evenly
+CANDIDATES = """--num-candidates 12 --candidates-at-once 4 --candidate-evals 2 --buffer-size 8
+    --score-interval 3 --num-minibatches 2"""
 # name: script, its options, and on what the same four trainings run beside one device, from the
 # start or after that run or another one until update 8
 VARIANTS = {
@@ -610,6 +613,7 @@ VARIANTS = {
     "accel_minibatches": ("accel.py", f"{BUFFER} --parallel --num-minibatches 2",
                           ("4 levels", "2 seeds after 4 levels")),
     "paired": ("paired.py", TEACHER, ("2 levels", "4 seeds after 2 levels")),
+    "sfl": ("sfl.py", CANDIDATES, ("4 levels", "2 seeds after 4 levels")),
 }  # fmt: skip
 
 

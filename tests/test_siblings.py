@@ -31,6 +31,9 @@ AGENTS = "act rollout loss learn play evaluate"
 DIFFER = {pair: METHOD.split() for pair in PAIRS}
 DIFFER |= {pair: f"{METHOD} {AGENTS}".split() for pair in PAIRS if "paired" in pair}
 DIFFER |= {("plr", "accel"): f"{METHOD} {ORIGIN}".split()}
+# Between SFL and the others: its buffer has other entries, and half of its levels come from there.
+DIFFER |= {("dr", "sfl"): f"{METHOD} choose_levels".split()}
+DIFFER |= {(name, "sfl"): f"{METHOD} Buffer".split() for name in ("plr", "accel")}
 
 
 @cache

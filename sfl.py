@@ -1,0 +1,935 @@
+"""Sampling for learnability (SFL): train on levels that the student solves sometimes.
+
+No regret and no teacher (Rutherford 2024, 2408.15099): now and then the student plays very many
+random levels, and those that it solves in about half of the episodes become the buffer. Half of
+what it then learns from comes from there, the rest is random as in DR.
+
+    initialise the student
+    for each update:
+        every score_interval updates: play num_candidates random levels candidate_evals times each;
+            p: how often each was solved; the buffer_size levels of highest p (1 - p) are the buffer
+        draw N / 2 levels from the buffer and N / 2 random ones, and for each those that follow it
+        play T steps from zero recurrent state; when an episode ends, go on with the next level
+        learn from the N * T transitions with PPO
+        now and then: evaluate on test mazes that were never trained on
+
+Differs from dr.py in the buffer, `score_candidates`, phase 1 of the cycle and what is logged.
+
+Run        python sfl.py --seeds 8
+From code  jax.jit(jax.vmap(make_train(Config())))(jax.random.split(jax.random.key(0), 8))
+
+Shapes     T steps, N levels, E copies that play each level, B = N * E trajectories, K buffer slots,
+           H core units, M test mazes. Time comes first: [T, B, ...]. make_train is for one seed.
+"""
+
+import csv
+import importlib.util
+import itertools
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args, get_origin
+
+import distrax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from flax import serialization, struct
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import amaze
+from s5 import S5
+
+
+@dataclass(frozen=True)
+class Config:
+    """Flat. Every float may be a tracer: swept, vmapped. Ints, bools and strings are static."""
+
+    # PPO
+    lr: float = 2.5e-4  # Adam's learning rate
+    anneal_lr: bool = True  # lower lr linearly, to 0 after num_updates
+    num_updates: int = 4_578  # cycles; of 65,536 steps, 3e8 in all
+    num_envs: int = 256  # N, levels per cycle
+    num_evals: int = 1  # E, trajectories on each level; more judge a level better
+    num_steps: int = 256  # T, steps per trajectory and cycle
+    update_epochs: int = 4  # passes over the batch
+    num_minibatches: int = 4  # they split trajectories, never time
+    gamma: float = 0.99  # discount
+    gae_lambda: float = 0.95  # lambda of generalised advantage estimation
+    clip_eps: float = 0.04  # clip range of the probability ratio and of the value
+    ent_coef: float = 0.0  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # the gradient's global norm is clipped to this
+    # student
+    rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # recurrent core; none: feed-forward
+    hidden_size: int = 256  # H, units of the core
+    s5_layers: int = 2  # S5 layers
+    s5_norm: Literal["after", "before", "none"] = "after"  # place of LayerNorm in an S5 layer
+    # levels
+    n_walls: int = 60  # wall cells drawn per level, with replacement
+    height: int = 13  # cells of a level, without the outer wall
+    width: int = 13  # cells of a level, without the outer wall
+    max_steps: int = 250  # time limit of an episode; above num_steps, many count nowhere
+    see_through_walls: bool = True  # False: MiniGrid's occlusion
+    # learnability
+    score_interval: int = 100  # updates between choices of a new buffer
+    num_candidates: int = 25_000  # levels played for a choice
+    candidate_evals: int = 10  # episodes on each of them
+    candidates_at_once: int = 500  # a divisor of num_candidates: less memory, more time
+    buffer_size: int = 1000  # K, levels kept
+    # evaluation
+    eval_interval: int = 50  # updates between evaluations; 0: never
+    eval_suite: str = "minimax"  # a suite, or maze names with commas between
+    eval_episodes: int = 10  # episodes per maze
+    # run
+    seed: int = 0  # the first seed
+    seeds: int = 1  # trainings, with seeds from the first on
+    seeds_at_once: int = 0  # trainings that share a device's memory at once; 0: all; on a CPU one
+    sweep: tuple[str, ...] = ()  # float fields to sweep, as lr=1e-4,3e-4 or lr=log:1e-5:1e-3:8
+    sweep_random: int = 0  # that many random points of the sweep; 0: the whole grid
+    out: str = ""  # run folder; default: the next free runs/NAME-1, runs/NAME-2, ...
+    resume: bool = False  # go on with the run in --out
+    log_interval: int = 10  # updates between rows of logs.csv
+    checkpoint_interval: int = 250  # updates between checkpoints
+    archive_interval: int = 0  # updates between kept checkpoint_<update>.msgpack; 0: none
+    plot_interval: int = 500  # updates between pictures; 0: only at the end
+    devices: int = 0  # devices to use, on a CPU cores; 0: as many as deal evenly
+    shard: Literal["", "seeds", "levels"] = ""  # what is dealt over them; "": seeds, if all deal
+    distributed: str = ""  # one run in several processes: auto, as JAX finds them, or HOST:PORT,P,I
+    track: Literal["", "wandb", "trackio"] = ""  # where logs.csv goes as well
+
+
+class Transition(NamedTuple):
+    obs: amaze.Observation  # o_t
+    is_first: jax.Array  # o_t opens an episode, bool
+    action: jax.Array  # a_t
+    log_prob: jax.Array  # log pi(a_t | o_<=t)
+    value: jax.Array  # V(o_<=t)
+    reward: jax.Array  # r_t
+    done: jax.Array  # a_t ended the episode, bool
+
+
+class Agent(NamedTuple):
+    params: dict
+    opt_state: tuple
+
+
+class Buffer(NamedTuple):
+    """K levels, the most learnable first."""
+
+    level: amaze.Level  # [K, ...]
+    solve_rate: jax.Array  # [K] p, when they were chosen
+
+
+class RunnerState(struct.PyTreeNode):
+    """What the next update needs."""
+
+    rng: jax.Array  # the seed's key; update i uses fold_in(rng, i)
+    step: jax.Array  # [] updates done
+    rollouts: jax.Array  # [] rollouts of N levels, as many as have the steps that were played
+    more_steps: jax.Array  # [] steps played besides, too few for a rollout
+    student: Agent
+    buffer: Buffer
+
+
+# --- network
+
+@jax.custom_vjp
+def lstm(carry, x, is_first, w, b):
+    """LSTM (Hochreiter 1997): x [T, B, I], w [4H, I + H], b [4H] -> carry, h [T, B, H]; or, of
+    inputs that are projected already, x [T, B, 4H] and w [4H, H].
+
+    On a CPU w @ [x; h] with units first, [I + H, B], is twice as fast as the transposed product.
+    The gradient is written by hand: dw is one large product over all steps, not a sum of T."""
+    return lstm_forward(carry, x, is_first, w, b)[0]
+
+
+def lstm_forward(carry, x, is_first, w, b):
+    def step(carry, inputs):
+        x, keep = inputs
+        c, h = carry[0] * keep, carry[1] * keep  # [H, B], zero where o_t opens an episode
+        z = w @ h + x.T if projected else w @ jnp.concatenate([x.T, h])
+        i, f, g, o = jnp.split(z + b[:, None], 4)
+        gates = i, f, g, o = nn.sigmoid(i), nn.sigmoid(f), jnp.tanh(g), nn.sigmoid(o)
+        c_next = f * c + i * g
+        h_next = o * jnp.tanh(c_next)
+        return (c_next, h_next), (h_next.T, (gates, c))
+
+    projected, keep = w.shape[1] == carry[1].shape[1], 1.0 - is_first[:, None]
+    (c, h), (hs, saved) = jax.lax.scan(step, (carry[0].T, carry[1].T), (x, keep))
+    return ((c.T, h.T), hs), (x, carry[1], hs, saved, keep, w)
+
+
+def lstm_backward(residuals, gradients):
+    def step(d_carry, inputs):
+        d_h, ((i, f, g, o), c), keep = inputs
+        d_h, tanh_c = d_carry[1] + d_h.T, jnp.tanh(f * c + i * g)
+        d_c = d_carry[0] + d_h * o * (1 - tanh_c**2)
+        d_gates = d_c * g, d_c * c, d_c * i, d_h * tanh_c
+        slopes = i * (1 - i), f * (1 - f), 1 - g**2, o * (1 - o)
+        d_z, d_c = jnp.concatenate([x * y for x, y in zip(d_gates, slopes)]), d_c * f
+        d_x, d_h = jnp.split(w.T @ d_z, [w.shape[1] - len(c)])
+        return (d_c * keep, d_h * keep), (d_z.T, d_z.T if projected else d_x.T)
+
+    (x, h_0, hs, saved, keep, w), ((d_c, d_h), d_hs) = residuals, gradients
+    projected, inputs = w.shape[1] == h_0.shape[1], (d_hs, saved, keep)
+    (d_c, d_h), (d_z, d_x) = jax.lax.scan(step, (d_c.T, d_h.T), inputs, reverse=True)
+    h = jnp.concatenate([h_0[None], hs[:-1]]) * keep.swapaxes(1, 2)  # before each step
+    xh = h if projected else jnp.concatenate([x, h], axis=-1)
+    flat = lambda x: x.reshape(-1, x.shape[-1])  # [T * B, ...]
+    # the barrier keeps XLA from transposing the product, which would take longer
+    d_w = jax.lax.optimization_barrier(flat(xh).T @ flat(d_z)).T
+    return (d_c.T, d_h.T), d_x, None, d_w, d_z.sum((0, 1))
+
+
+lstm.defvjp(lstm_forward, lstm_backward)
+
+
+def gru(carry, x, is_first, w, b):
+    """GRU (1406.1078): projected x [T, B, 3H], w [3H, H], b [3H] -> carry, h [T, B, H]."""
+
+    def step(h, inputs):
+        z, keep = inputs
+        h = h * keep
+        (zr, zu, zn), (hr, hu, hn) = jnp.split(z, 3, axis=-1), jnp.split(h @ w.T, 3, axis=-1)
+        r, u = nn.sigmoid(zr + hr), nn.sigmoid(zu + hu)
+        h = (1 - u) * jnp.tanh(zn + r * hn) + u * h
+        return h, h
+
+    return jax.lax.scan(step, carry, (x + b, 1.0 - is_first[..., None]))
+
+
+class GatedCore(nn.Module):
+    """LSTM, GRU or none. Every core: carry, x [T, B, I], is_first [T, B] -> carry, y [T, B, H]."""
+
+    rnn: str
+    size: int
+
+    def initial_carry(self, batch):
+        h = jnp.zeros((batch, self.size))
+        return {"lstm": (h, h), "gru": h, "none": ()}[self.rnn]
+
+    @nn.compact
+    def __call__(self, carry, x, is_first):
+        if self.rnn == "none":
+            return carry, x
+        scan, gates = {"lstm": (lstm, 4), "gru": (gru, 3)}[self.rnn]
+        project = self.rnn == "gru" or x.shape[-1] > gates * self.size  # a teacher's are wide
+        if project:  # all steps in one product; the barrier as in lstm_backward
+            x = nn.Dense(gates * self.size, use_bias=False)(x)
+            x = jax.lax.optimization_barrier(x)
+
+        def kernel(rng):  # [gates * H, I + H], for h orthogonal for each gate
+            rng, *rngs = jax.random.split(rng, 1 + gates)
+            w_h = jnp.vstack([orthogonal(1.0)(rng, (self.size, self.size)) for rng in rngs])
+            lecun_normal = nn.initializers.lecun_normal(in_axis=1, out_axis=0)
+            w_x = [] if project else [lecun_normal(rng, (gates * self.size, x.shape[-1]))]
+            return jnp.hstack([*w_x, w_h])
+
+        bias = self.param("bias", nn.initializers.zeros, gates * self.size)
+        return scan(carry, x, is_first, self.param("kernel", kernel), bias)
+
+
+def orthogonal(scale):
+    """flax's initialiser, one seed after the other: on a CPU a QR decomposition that is batched
+    over seeds can block jaxlib's threads for ever."""
+    draw = lambda rng, shape: nn.initializers.orthogonal()(rng, shape)
+    in_turn = lambda shape: jax.custom_batching.sequential_vmap(partial(draw, shape=shape))
+    return lambda rng, shape, dtype=None: scale * in_turn(shape)(rng)
+
+
+def make_core(rnn, size, s5_layers, s5_norm):
+    if rnn == "s5":
+        return S5(d_model=size, ssm_size=size, n_layers=s5_layers, norm=s5_norm)
+    return GatedCore(rnn, size)
+
+
+def convolution(image, filters):
+    """3x3 and relu: image [..., h, w, 3] -> [..., (h - 2) * (w - 2) * filters].
+
+    Written as a product, which stays one when it is vmapped over seeds."""
+    *batch, height, width, _ = image.shape
+    corners = [(i, j) for i in range(3) for j in range(3)]
+    patches = [image[..., i : height - 2 + i, j : width - 2 + j, :] for i, j in corners]
+    patches = jnp.concatenate(patches, axis=-1) / 10.0  # [..., h - 2, w - 2, 27]
+    x = nn.Dense(filters, kernel_init=orthogonal(2**0.5), name="conv")(patches)
+    return nn.relu(x).reshape(*batch, -1)
+
+
+class ActorCritic(nn.Module):
+    """The student: obs, is_first [T, B] -> carry, policy, V [T, B]; acting is T = 1."""
+
+    core: nn.Module
+
+    @nn.compact
+    def __call__(self, carry, obs, is_first):
+        direction = nn.Embed(4, 5, embedding_init=orthogonal(1.0))(obs.direction)
+        x = jnp.concatenate([convolution(obs.image, 16), direction], axis=-1)  # [T, B, 149]
+        carry, x = self.core(carry, x, is_first)
+        hidden = lambda: jnp.tanh(nn.Dense(32, kernel_init=orthogonal(2**0.5))(x))
+        logits = nn.Dense(amaze.NUM_ACTIONS, kernel_init=orthogonal(0.01))(hidden())
+        value = nn.Dense(1, kernel_init=orthogonal(1.0))(hidden())
+        return carry, distrax.Categorical(logits), value[..., 0]
+
+
+# --- pure functions
+
+
+def gae(batch, last_value, gamma, gae_lambda):
+    """A_t = delta_t + gamma lambda (1 - d_t) A_{t+1} (1506.02438, eq. 16), advantages [T, B]."""
+
+    def step(carry, x):
+        advantage, next_value = carry
+        reward, value, keep = x
+        delta = reward + gamma * next_value * keep - value
+        advantage = delta + gamma * gae_lambda * keep * advantage
+        return (advantage, value), advantage
+
+    inputs = batch.reward, batch.value, 1.0 - batch.done
+    return jax.lax.scan(step, (jnp.zeros_like(last_value), last_value), inputs, reverse=True)[1]
+
+
+def first_episodes(reward, done):
+    """Return and length of the first episodes in a batch [T, B], and whether they ended; [B].
+
+    Statistics are of these: of later ones mostly short, solved ones end within T steps."""
+    playing = jnp.cumsum(done, axis=0) - done == 0  # [T, B]
+    return (reward * playing).sum(0), playing.sum(0), done.any(0)
+
+
+def episode_stats(total, length, ended, where=True):
+    """Means over first episodes that ended, of the trajectories `where` [B]; NaN if none."""
+    stats = {"return": total, "solve_rate": total > 0, "episode_length": length}
+    return {name: jnp.mean(x, where=ended & where) for name, x in stats.items()}
+
+
+def level_stats(levels, solution, where=True):
+    """Walls, shortest path (cells) and solvable share of the levels `where` [N]."""
+    return {
+        "walls": jnp.mean(levels.wall_map.sum((-2, -1)), where=where),
+        "path_length": jnp.mean(solution.path_length, where=solution.solvable & where),
+        "solvable": jnp.mean(solution.solvable, where=where),
+    }
+
+
+def make_train(config, devices=1):
+    """train(rng) -> (RunnerState, metrics), one whole training; its parts: train.init(rng),
+    train.update(state, steps), train.show(state) -> the levels in training; and what evaluate.py
+    plays with: train.act, train.initial_carry, train.reset, train.step.
+
+    devices: over how many, the mesh's axis "devices", the work of this training is split."""
+    check(config)
+    room = config.height * config.width - 2  # agent and goal need a cell each
+    demand(config.n_walls <= room, config, "n_walls", f"at most {room}")
+    trajectories, half = config.num_envs * config.num_evals, config.num_envs // 2  # B, N / 2
+    batch_steps = trajectories * config.num_steps
+    fine = trajectories % config.num_minibatches == 0
+    demand(fine, config, "num_minibatches", f"a divisor of {trajectories}, the trajectories")
+    demand(config.num_envs % 2 == 0, config, "num_envs", "even: half of the buffer, half random")
+    at_once, fine = config.candidates_at_once, config.num_candidates >= config.buffer_size
+    demand(fine, config, "num_candidates", f"at least {config.buffer_size}, the buffer")
+    fine = config.num_candidates % at_once == 0
+    demand(fine, config, "candidates_at_once", f"a divisor of {config.num_candidates}")
+    core = make_core(config.rnn, config.hidden_size, config.s5_layers, config.s5_norm)
+    network = ActorCritic(core)
+    mazes = maze_names(config.eval_suite)
+    clip = optax.clip_by_global_norm(config.max_grad_norm)
+    optimiser = lambda lr: optax.chain(clip, optax.adam(lr, eps=1e-5))
+
+    def init(rng):
+        rng, rng_student = jax.random.split(rng)
+        level = sample_levels(rng)
+        obs = jax.tree.map(lambda x: x[None, None], reset(level)[0])
+        inputs = core.initial_carry(1), obs, jnp.zeros((1, 1), bool)
+        params = network.init(rng_student, *inputs)
+        student = Agent(params, optimiser(0.0).init(params))  # whatever the learning rate
+        empty = lambda x: jnp.zeros((config.buffer_size, *x.shape), x.dtype)
+        buffer, zero = jax.tree.map(empty, Buffer(level, jnp.zeros(()))), jnp.zeros((), int)
+        return RunnerState(rng, zero, zero, zero, student, buffer)
+
+    # On several devices each plays its share of the trajectories, and learns from its share of a
+    # minibatch; all else (levels, keys, scores, statistics) they all hold and compute alike.
+
+    def share(x):
+        """This device's part of an array [B, ...]."""
+        parts = x.reshape(devices, -1, *x.shape[1:])
+        return parts[jax.lax.axis_index("devices") if devices > 1 else 0]
+
+    def gather(tree, axis):
+        """The whole arrays, of which the devices have their parts."""
+        whole = partial(jax.lax.all_gather, axis_name="devices", axis=axis, tiled=True)
+        return jax.tree.map(whole, tree) if devices > 1 else tree
+
+    average = partial(jax.lax.pmean, axis_name="devices") if devices > 1 else lambda tree: tree
+
+    def reset(level, max_steps=config.max_steps, see_through_walls=config.see_through_walls):
+        """o_0, state, of a level or a queue of levels [K, ...]."""
+        return amaze.reset(level, max_steps, see_through_walls)
+
+    def step(state, action, restart=False):
+        """o_{t+1}, state, r_t, d_t; restart: on done, o and state open the queue's next episode."""
+        return (amaze.step_and_reset if restart else amaze.step)(state, action)
+
+    def sample_levels(rng, *shape):
+        """Random levels [*shape]."""
+        draw = lambda rng: amaze.sample_level(rng, config.n_walls, config.height, config.width)
+        levels = jax.vmap(draw)(jax.random.split(rng, math.prod(shape)))
+        return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), levels)
+
+    def act(params, carry, obs, is_first, noise):
+        """A step of B students -> carry, a_t, log pi(a_t), V. Gumbel noise makes argmax sample."""
+        inputs = jax.tree.map(lambda x: x[None], (obs, is_first))
+        carry, policy, value = network.apply(params, carry, *inputs)
+        action = jnp.argmax(policy.logits + noise, axis=-1)
+        return carry, action[0], policy.log_prob(action)[0], value[0]
+
+    def rollout(rng, params, queue):
+        """T steps on E copies of N levels -> batch [T, B], V(o_T) [B]; episode k of trajectory b
+        plays queue[b // E, k % K] of the levels [N, K]."""
+        queue = jax.tree.map(lambda x: jnp.repeat(x, config.num_evals, axis=0), queue)
+        shape = config.num_steps + 1, len(queue.agent_dir), amaze.NUM_ACTIONS
+        noise = jax.vmap(share)(jax.random.gumbel(rng, shape))  # faster than step by step
+        obs, state = jax.vmap(reset)(jax.tree.map(share, queue))
+
+        def play_step(carry, noise):
+            memory, obs, state, is_first = carry
+            memory, action, log_prob, value = act(params, memory, obs, is_first, noise)
+            next_obs, state, reward, done = jax.vmap(partial(step, restart=True))(state, action)
+            transition = Transition(obs, is_first, action, log_prob, value, reward, done)
+            return (memory, next_obs, state, done), transition
+
+        number = noise.shape[1]  # of trajectories on this device
+        carry = core.initial_carry(number), obs, state, jnp.ones(number, bool)
+        (memory, obs, _, is_first), batch = jax.lax.scan(play_step, carry, noise[:-1])
+        last_value = act(params, memory, obs, is_first, noise[-1])[3]
+        return gather(batch, axis=1), gather(last_value, axis=0)
+
+    def loss(params, batch, advantage, target):
+        """PPO's clipped objective (1707.06347, eq. 7 and 9), the value's likewise clipped."""
+        carry = core.initial_carry(advantage.shape[1])
+        _, policy, value = network.apply(params, carry, batch.obs, batch.is_first)
+        log_ratio = policy.log_prob(batch.action) - batch.log_prob
+        ratio = jnp.exp(log_ratio)
+        near = lambda x, center: center + jnp.clip(x - center, -config.clip_eps, config.clip_eps)
+        gain = jnp.minimum(ratio * advantage, near(ratio, 1) * advantage)
+        clipped_value = near(value, batch.value)
+        error = jnp.maximum((value - target) ** 2, (clipped_value - target) ** 2)
+        metrics = {
+            "policy_loss": -gain.mean(),
+            "value_loss": 0.5 * error.mean(),
+            "entropy": policy.entropy().mean(),
+            "approx_kl": (ratio - 1 - log_ratio).mean(),
+            "clip_fraction": (jnp.abs(ratio - 1) > config.clip_eps).mean(),
+        }
+        total = metrics["policy_loss"] + config.vf_coef * metrics["value_loss"]
+        total -= config.ent_coef * metrics["entropy"]
+        return total, metrics | {"total_loss": total}
+
+    def learn(rng, student, lr, batch, last_value):
+        """update_epochs passes of PPO over the batch [T, B] -> student, metrics."""
+        advantage = gae(batch, last_value, config.gamma, config.gae_lambda)
+        target = advantage + batch.value
+
+        def minibatch(student, columns):
+            mean, std = advantage[:, columns].mean(), advantage[:, columns].std()
+            data = batch, (advantage - mean) / (std + 1e-5), target
+            data = jax.tree.map(lambda x: x[:, share(columns)], data)
+            grads, metrics = average(jax.grad(loss, has_aux=True)(student.params, *data))
+            updates, opt_state = optimiser(lr).update(grads, student.opt_state)
+            student = Agent(optax.apply_updates(student.params, updates), opt_state)
+            norms = {"grad_norm": grads, "param_norm": student.params}
+            return student, metrics | {k: optax.global_norm(x) for k, x in norms.items()}
+
+        rngs = jax.random.split(rng, config.update_epochs)
+        order = jax.vmap(lambda rng: jax.random.permutation(rng, advantage.shape[1]))(rngs)
+        order = order.reshape(config.update_epochs * config.num_minibatches, -1)
+        student, metrics = jax.lax.scan(minibatch, student, order)
+        metrics["explained_variance"] = 1 - advantage.var() / jnp.maximum(target.var(), 1e-8)
+        # in metrics NaN means that nothing was measured; what is not finite is inf
+        finite = lambda x: jnp.where(jnp.isfinite(x), x, jnp.inf)
+        return student, {name: finite(x.mean()) for name, x in metrics.items()}
+
+    def play(rng, params, levels, *rules):
+        """One episode on each level [B] -> returns and lengths [B]."""
+        obs, state = jax.vmap(reset)(levels, *rules)
+        number = len(levels.agent_dir)
+
+        def play_step(carry):
+            t, memory, obs, state, playing, total, length = carry
+            noise = jax.random.gumbel(jax.random.fold_in(rng, t), (number, amaze.NUM_ACTIONS))
+            is_first = jnp.full(number, t == 0)
+            memory, action, _, _ = act(params, memory, obs, is_first, noise)
+            obs, state, reward, done = jax.vmap(step)(state, action)
+            total, length = total + reward * playing, length + playing
+            return t + 1, memory, obs, state, playing & ~done, total, length
+
+        memory, playing = core.initial_carry(number), jnp.ones(number, bool)
+        carry = (0, memory, obs, state, playing, jnp.zeros(number), jnp.zeros(number, int))
+        return jax.lax.while_loop(lambda carry: carry[4].any(), play_step, carry)[5:]
+
+    def evaluate(rng, student):
+        """The student, and its solve rate and return on each test maze, and their means."""
+        rng_mazes, rng_play = jax.random.split(rng)
+        levels = amaze.sample_mazes(rng_mazes, mazes, config.eval_episodes)
+        total, _ = play(rng_play, student.params, *levels)
+        total = total.reshape(len(mazes), config.eval_episodes)
+        scores = {"eval_solve_rate": (total > 0).mean(1), "eval_return": total.mean(1)}
+        each = {f"{k}/{m}": x[i] for k, x in scores.items() for i, m in enumerate(mazes)}
+        return student, each | {name: score.mean() for name, score in scores.items()}
+
+    def skip(function, rng, state, *args):
+        """In place of function(rng, state, ...) -> state, metrics: not measured is NaN."""
+        shapes = jax.eval_shape(function, rng, state, *args)[1]
+        return state, jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), shapes)
+
+    def cycle_rngs(state):
+        """The keys of a cycle: of candidates, levels, rollout, learning and evaluation."""
+        return jax.random.split(jax.random.fold_in(state.rng, state.step), 5)
+
+    def score_candidates(rng, state):
+        """A new buffer; of the candidates that were solved sometimes their share, walls, paths."""
+
+        def score(rng):
+            rng_levels, rng_play = jax.random.split(rng)
+            levels = sample_levels(rng_levels, at_once)
+            copies = jax.tree.map(lambda x: jnp.repeat(x, config.candidate_evals, axis=0), levels)
+            total, length = play(rng_play, state.student.params, copies)
+            solve_rate = (total > 0).reshape(at_once, -1).mean(1)
+            return Buffer(levels, solve_rate), length.sum()
+
+        turns = config.num_candidates // at_once
+        dealt = jnp.arange(-(-turns // devices) * devices) % turns  # some twice, to deal evenly
+        scored = jax.lax.map(score, share(jax.random.split(rng, turns)[dealt]))
+        candidates, steps = jax.tree.map(lambda x: x[:turns], gather(scored, axis=0))
+        candidates = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), candidates)
+        learnability = candidates.solve_rate * (1 - candidates.solve_rate)
+        best = jax.lax.top_k(learnability, config.buffer_size)[1]
+        buffer = jax.tree.map(lambda x: x[best], candidates)
+
+        levels, sometimes = candidates.level, learnability > 0
+        stats = level_stats(levels, jax.lax.map(amaze.solve, levels, batch_size=at_once), sometimes)
+        stats = {"learnable": sometimes.mean()} | stats
+        rest = steps.sum() + state.more_steps
+        rollouts, rest = state.rollouts + rest // batch_steps, rest % batch_steps
+        state = state.replace(buffer=buffer, rollouts=rollouts, more_steps=rest)
+        return state, {f"candidate_{name}": x for name, x in stats.items()}
+
+    def choose_levels(rng, buffer):
+        """[N, K] levels, half of the buffer and half random: those that open the cycle, and for
+        each those that follow it."""
+        rng_slot, rng_random = jax.random.split(rng)
+        shape = half, max(config.num_steps // 4, 1)
+        slot = jax.random.randint(rng_slot, shape, 0, config.buffer_size)
+        chosen = jax.tree.map(lambda x: x[slot], buffer.level)
+        random = sample_levels(rng_random, *shape)
+        return jax.tree.map(lambda *x: jnp.concatenate(x), chosen, random)
+
+    def cycle(state, _):
+        rng_candidates, rng_levels, rng_rollout, rng_learn, rng_eval = cycle_rngs(state)
+        step = state.step + 1
+
+        # 1. CHOOSE LEVELS
+        due = state.step % config.score_interval == 0  # for all seeds alike: it stays a branch
+        keep = partial(skip, score_candidates)
+        state, scores = jax.lax.cond(due, score_candidates, keep, rng_candidates, state)
+        queue = choose_levels(rng_levels, state.buffer)
+
+        # 2. ROLL OUT
+        batch, last_value = rollout(rng_rollout, state.student.params, queue)
+
+        # 3. LEARN
+        lr = config.lr * (1 - state.step / config.num_updates if config.anneal_lr else 1.0)
+        student, metrics = learn(rng_learn, state.student, lr, batch, last_value)
+
+        # 4. EVALUATE
+        # the command line needs these two: PPO updates so far, rollouts of N * E * T steps so far
+        rollouts = state.rollouts + 1
+        metrics |= {"grad_updates": step, "rollouts": rollouts, "lr": lr} | scores
+        episode = first_episodes(batch.reward, batch.done)
+        metrics |= {f"train_{name}": x for name, x in episode_stats(*episode).items()}
+        levels = jax.tree.map(lambda x: x[:, 0], queue)
+        solution, of_buffer = jax.vmap(amaze.solve)(levels), jnp.arange(config.num_envs) < half
+        for name, where in {"fresh": ~of_buffer, "replay": of_buffer}.items():
+            stats = level_stats(levels, solution, where)
+            stats |= episode_stats(*episode, jnp.repeat(where, config.num_evals))
+            metrics |= {f"{name}_{key}": x for key, x in stats.items()}
+        learnability = state.buffer.solve_rate * (1 - state.buffer.solve_rate)
+        metrics |= {"buffer_learnability": learnability.mean()}
+        metrics |= {"buffer_learnability_min": learnability.min()}
+        if config.eval_interval:
+            due = (step % config.eval_interval == 0) | (step == config.num_updates)
+            metrics |= jax.lax.cond(due, evaluate, partial(skip, evaluate), rng_eval, student)[1]
+        return state.replace(step=step, rollouts=rollouts, student=student), metrics
+
+    def update(state, steps):
+        """-> RunnerState after that many cycles, metrics: name -> [steps]."""
+        return jax.lax.scan(cycle, state, None, length=steps)
+
+    def show(state):
+        """Random levels of the next update and the most learnable: title -> (levels, captions)."""
+        queue = choose_levels(cycle_rngs(state)[1], state.buffer)
+        levels = jax.tree.map(lambda x: x[half : half + 32, 0], queue)
+        best = jax.tree.map(lambda x: x[:32], state.buffer)
+        path = {"path": jax.vmap(amaze.solve)(levels).path_length}
+        return {"fresh": (levels, path), "most learnable": (best.level, {"p": best.solve_rate})}
+
+    def train(rng):
+        return update(init(rng), config.num_updates)
+
+    train.init, train.update, train.show = init, update, show
+    train.act, train.initial_carry = act, core.initial_carry
+    train.reset, train.step = reset, step
+    return train
+
+
+# --- command line
+# The same in each file. A run is a list of rows: a seed and its swept values. One program trains
+# them all; every array of state is [R, ...], on any number of devices. Several processes
+# (--distributed) all do the same; only the first, 0, writes.
+
+SCRIPT = Path(__file__).name
+FLOATS = [f.name for f in fields(Config) if f.type in (float, float | None)]
+maze_names = lambda suite: amaze.SUITES.get(suite) or suite.split(",")
+CURVES = "train_solve_rate", "eval_solve_rate"  # what curves.png and the progress bar show
+gather = partial(multihost_utils.process_allgather, tiled=True)  # whole, in each process
+ALLOWED = {  # of a field or a teacher_field
+    "at least 0": (lambda v: v >= 0, """lr ent_coef vf_coef n_walls num_edits eval_interval seed
+        archive_interval plot_interval devices seeds_at_once sweep_random"""),
+    "at least 1": (lambda v: v >= 1, """num_updates num_envs num_evals num_steps update_epochs seeds
+        num_minibatches hidden_size s5_layers max_steps eval_episodes log_interval num_students
+        checkpoint_interval buffer_size filters score_interval candidates_at_once"""),
+    "at least 2": (lambda v: v >= 2, "height width candidate_evals"),
+    "above 0": (lambda v: v > 0, "clip_eps max_grad_norm temperature"),
+    "from 0 to 1": (lambda v: 0 <= v <= 1, "gamma gae_lambda replay_prob staleness_coef min_fill"),
+    "what is installed: pip install wandb, pip install trackio":
+        (lambda v: not v or importlib.util.find_spec(v), "track"),
+    f"a suite ({', '.join(amaze.SUITES)}) or mazes ({', '.join(amaze.TEST_MAZES)})":
+        (lambda v: {*maze_names(v)} <= {*amaze.TEST_MAZES}, "eval_suite"),
+}  # fmt: skip
+FREE = """resume out devices shard seeds_at_once distributed track checkpoint_interval
+    archive_interval plot_interval""".split()  # may differ when a run is resumed
+
+
+class BadConfig(ValueError):
+    """One line: the field, its value, what is allowed."""
+
+
+def demand(fine, config, name, allowed):
+    if not fine:
+        raise BadConfig(f"{name} = {getattr(config, name)!r}: allowed is {allowed}")
+
+
+def check(config):
+    """Refuse the first value that is not allowed; traced floats pass."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if get_origin(f.type) is Literal:
+            demand(value in get_args(f.type), config, f.name, " | ".join(get_args(f.type)))
+        if f.type is int:
+            demand(isinstance(value, int), config, f.name, "a whole number")
+        for allowed, (test, names) in ALLOWED.items():
+            named = f.name.removeprefix("teacher_") in names.split()
+            if named and not isinstance(value, jax.Array):
+                demand(test(value), config, f.name, allowed)
+
+
+def make_rows(config):
+    """The rows: a dict of seed and swept floats for each; every point of a sweep has all seeds.
+    The points are a grid of `lr=1e-4,3e-4` and `lr=log:1e-5:1e-3:8`, or sweep_random ones drawn."""
+    rng, swept, number = np.random.default_rng(config.seed), {}, config.sweep_random
+    demand(config.sweep or not number, config, "sweep_random", "0 without --sweep")
+    for sweep in config.sweep:
+        name, _, text = sweep.partition("=")
+        try:
+            if text.startswith("log:"):
+                low, high, steps = text[4:].split(":")
+                values = np.geomspace(float(low), float(high), int(steps))
+                drawn = np.exp(rng.uniform(*np.log(values[[0, -1]]), number))
+            else:
+                values = np.array(text.split(","), float)
+                drawn = rng.choice(values, number)
+            swept[FLOATS[FLOATS.index(name)]] = (drawn if number else values).tolist()
+        except (ValueError, IndexError):
+            allowed = f"NAME=0.1,0.2 or NAME=log:0.01:0.1:8, NAME a float: {', '.join(FLOATS)}"
+            demand(False, config, "sweep", f"{allowed}; for other fields, a run for each value")
+    demand(len(swept) == len(config.sweep), config, "sweep", "each field once")
+    points = zip(*swept.values()) if number else itertools.product(*swept.values())
+    points = [dict(zip(swept, point)) for point in points]
+    for point in points:
+        check(replace(config, **point))
+    seeds = range(config.seed, config.seed + config.seeds)
+    return [{"seed": seed} | point for point in points for seed in seeds]
+
+
+def choose_devices(config, num_rows):
+    """The devices to use, as many as deal evenly, and what is dealt over them: seeds or levels."""
+    here, (n, m) = jax.devices(), (config.num_envs, config.num_minibatches)
+    wanted = len(here) if jax.process_count() > 1 else config.devices
+    parts = {"seeds": num_rows, "levels": math.gcd(n * config.num_evals // m, n // m)}
+    deal = lambda shard: math.gcd(wanted or len(here), parts[shard])  # that many deal evenly
+    shard = config.shard or max(parts, key=deal)
+    fine = deal(shard) <= len(here) and {deal(shard)} >= {wanted, config.devices} - {0}
+    allowed = f"a divisor of {parts[shard]}, for {shard}, and at most {len(here)}, what is here"
+    demand(fine, config, "devices", allowed)
+    return here[: deal(shard)], shard
+
+
+def make_programs(config, num_rows, devices, shard):
+    """init, update(steps) and show of all rows, (step, rows [R], states [R, ...]) -> states, what
+    is shown [R, ...], and their sharding."""
+    shares = len(devices) if shard == "levels" else 1
+    spec = PartitionSpec() if shard == "levels" else PartitionSpec("devices")
+    sharding = NamedSharding(Mesh(devices, ("devices",)), spec)
+    here = num_rows * shares // len(devices)  # rows on a device
+    at_once = min(config.seeds_at_once or here, here)
+    demand(here % at_once == 0, config, "seeds_at_once", f"a divisor of {here}")
+    at_once = None if devices[0].platform == "cpu" else at_once  # there rows are faster in turn
+
+    def program(function, **options):
+        def of_row(step, row, state):
+            floats = {name: value for name, value in row.items() if name != "seed"}
+            train = make_train(replace(config, **floats), shares)
+            if state is not None:  # step is the same for all rows, so that lax.cond stays a branch
+                state = state.replace(step=step, rng=jax.random.wrap_key_data(state.rng))
+            state, shown = function(train, row["seed"], state)
+            return state and state.replace(step=None, rng=jax.random.key_data(state.rng)), shown
+
+        def of_rows(step, rows, states):
+            return jax.lax.map(lambda x: of_row(step, *x), (rows, states), batch_size=at_once)
+
+        specs = dict(in_specs=(PartitionSpec(), spec, spec), out_specs=spec, check_vma=False)
+        return jax.jit(jax.shard_map(of_rows, mesh=sharding.mesh, **specs), **options)
+
+    init = program(lambda train, seed, _: (train.init(jax.random.key(seed)), ()))
+    show = program(lambda train, _, state: (None, train.show(state)))
+    update = lambda n: program(lambda train, _, state: train.update(state, n), donate_argnums=2)
+    return init, update, show, sharding
+
+
+def write(path, save):
+    """Replace a file as a whole: save(file) makes another one, which then takes its place."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            save(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def log_rows(config, rows, chunk, step, seconds):
+    """A dict for each row of logs.csv: means over a chunk [R, steps], counters as they stand.
+    Blank: not measured (NaN). nan: measured and not finite (inf)."""
+    for i, row in enumerate(rows):
+        values = {name: x[i][~np.isnan(x[i])] for name, x in chunk.items()}
+        learned, played = (int(values.pop(name)[-1]) for name in ("grad_updates", "rollouts"))
+        played *= config.num_envs * config.num_evals * config.num_steps
+        mean = lambda x: f"{x.mean(dtype=float):.7g}" if np.isfinite(x).all() else "nan"
+        means = {name: mean(x) if x.size else "" for name, x in values.items()}
+        counters = {"update": step, "grad_updates": learned, "env_steps": played}
+        yield counters | row | {"seconds": f"{seconds:.1f}"} | means | row
+
+
+def plot_curves(folder, swept):
+    """curves.png from logs.csv: mean and spread over the seeds of each point of a sweep."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    table = list(csv.DictReader((folder / "logs.csv").read_text().splitlines()))
+    for axis, column in zip(figure.subplots(1, 2), CURVES):
+        curves = {}
+        for row in (row for row in table if row.get(column)):
+            point = ", ".join(f"{name} {float(row[name]):.3g}" for name in swept)
+            curve = curves.setdefault(point, {})
+            curve.setdefault(int(row["env_steps"]), []).append(float(row[column]))
+        for point, curve in curves.items():
+            mean, std = (np.array([f(x) for x in curve.values()]) for f in (np.mean, np.std))
+            axis.plot(list(curve), mean, label=point)
+            axis.fill_between(list(curve), mean - std, mean + std, alpha=0.2)
+        axis.set(xlabel="env steps", title=column, ylim=(0, 1))
+        if swept and len(curves) <= 12:
+            axis.legend(fontsize="small")
+    write(folder / "curves.png", partial(figure.savefig, format="png"))
+
+
+def open_run(config):
+    """The run folder, made if it is new, and its last checkpoint."""
+    names = (Path(f"runs/{Path(SCRIPT).stem}-{i}") for i in itertools.count(1))
+    folder = Path(config.out or next(name for name in names if not name.exists()))
+    checkpoint = {"step": 0, "seconds": 0.0, "log_bytes": 0, "state": None}
+    if config.resume and (folder / "checkpoint.msgpack").exists():
+        checkpoint = serialization.msgpack_restore((folder / "checkpoint.msgpack").read_bytes())
+    if not jax.process_index():
+        fresh = config.resume or not any(folder.glob("*"))
+        demand(fresh, config, "out", "a new or empty folder; --resume goes on with a run")
+        try:
+            (folder / "levels").mkdir(parents=True, exist_ok=config.resume)
+        except OSError as error:
+            demand(False, config, "out", f"a folder that can be made ({error.strerror})")
+        stored = json.dumps({"script": SCRIPT} | asdict(replace(config, resume=False)), indent=2)
+        write(folder / "config.json", lambda file: file.write(stored.encode()))
+    return folder, checkpoint
+
+
+def run(config):
+    """Train all rows: chunks of log_interval updates; between them logs, checkpoints, pictures."""
+    rows, first = make_rows(config), jax.process_index() == 0
+    say = tqdm.write if first else lambda line: None  # above the progress bar
+    devices, shard = choose_devices(config, len(rows))
+    init, update, show, sharding = make_programs(config, len(rows), devices, shard)
+    table = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    state = jax.eval_shape(init, 0, table, None)[0]
+    for name in {"grad_updates", "rollouts"} - jax.eval_shape(update(1), 0, table, state)[1].keys():
+        raise BadConfig(f"make_train's metrics: {name} is missing, which logs.csv needs")
+    folder, last = open_run(config)
+    table, step, seconds = jax.device_put(table, sharding), last["step"], last["seconds"]
+    saved = last["state"] and serialization.from_state_dict(state, last["state"])
+    state = jax.device_put(saved or init(0, table, None)[0], sharding)
+    trackers = []
+    for i, row in enumerate(rows if config.track and first else []):
+        about = dict(project=SCRIPT, group=folder.name, name=f"{folder.name}-{i}")
+        about |= dict(reinit="create_new", dir=folder) if config.track == "wandb" else {}
+        library = importlib.import_module(config.track)
+        trackers.append(library.init(config=asdict(config) | row, **about))
+    if first and (folder / "logs.csv").exists():  # nothing can be refused any more
+        os.truncate(folder / "logs.csv", last["log_bytes"])
+    stop, ended, diverged, programs, shown = [], 0, set(), {}, {}
+    for number in (signal.SIGINT, signal.SIGTERM):  # a second one ends at once
+        signal.signal(number, lambda n, _: stop.append(n) or signal.signal(n, signal.SIG_DFL))
+    where = f"{len(devices)} x {devices[0].device_kind}, dealt by {shard}"
+    say(f"{folder}: {len(rows)} training(s) on {where}")
+
+    def save(path):
+        """A checkpoint; it notes how long logs.csv is, so that both agree after a crash."""
+        data = {"step": step, "seconds": seconds, "log_bytes": log.tell()}
+        data["rows"] = {str(i): row for i, row in enumerate(rows)}
+        data["state"] = serialization.to_state_dict(gather(state))
+        if first:
+            os.fsync(log.fileno())  # before the checkpoint that counts on it
+            write(path, lambda file: file.write(serialization.msgpack_serialize(data)))
+
+    bar = tqdm(initial=step, total=config.num_updates, unit="update", disable=not first)
+    with open(folder / "logs.csv" if first else os.devnull, "a", newline="") as log, bar:
+        while step < config.num_updates and not ended:
+            before, steps = step, min(config.log_interval, config.num_updates - step)
+            if steps not in programs:
+                started = time.time()
+                programs[steps] = update(steps).lower(step, table, state).compile()
+                say(f"compiled {steps} updates in {time.time() - started:.1f} s")
+            started = time.time()
+            state, chunk = jax.block_until_ready(programs[steps](step, table, state))
+            step, seconds, chunk = step + steps, seconds + time.time() - started, gather(chunk)
+            ended = int(gather(np.array([stop[0] if stop else 0])).max())  # by a signal to anyone
+            lines = list(log_rows(config, rows, chunk, step, seconds))
+            writer = csv.DictWriter(log, lines[0])
+            if log.tell() == 0:
+                writer.writeheader()
+            writer.writerows(lines)
+            log.flush()
+            for tracker, line in zip(trackers, lines):
+                tracker.log({name: float(x) for name, x in line.items() if x != ""}, step=step)
+            shown |= {name: lines[0][name] for name in CURVES if lines[0].get(name)}
+            bar.set_postfix(shown, refresh=False)
+            bar.update(steps)
+
+            infinite = np.any([np.isinf(x) for x in chunk.values()], axis=0)  # [R, steps]
+            for i in {*np.flatnonzero(infinite.any(1))} - diverged:
+                say(f"diverged at update {before + infinite[i].argmax() + 1}: {rows[i]}")
+                diverged.add(i)
+            if len(diverged) == len(rows):
+                sys.exit(f"{SCRIPT}: error: all trainings have diverged by update {step}")
+            ends = ended or step == config.num_updates
+            due = lambda interval: interval and step // interval > before // interval
+            if ends or due(config.checkpoint_interval):
+                save(folder / "checkpoint.msgpack")
+            if due(config.archive_interval):
+                save(folder / f"checkpoint_{step}.msgpack")
+            if ends or due(config.plot_interval):
+                levels = jax.tree.map(lambda x: x[0], gather(show(step, table, state)[1]))
+                if first:
+                    drawn = partial(amaze.plot_levels(levels).savefig, format="png")
+                    write(folder / f"levels/update_{step}.png", drawn)
+                    plot_curves(folder, list(rows[0])[1:])
+    if ended:
+        say(f"stopped at update {step}; to go on: python {sys.argv[0]} --resume --out {folder}")
+        sys.exit(128 + ended)
+    say(f"done: {seconds:.0f} s; next: python evaluate.py {folder} --script {sys.argv[0]}")
+
+
+def parse(arguments):
+    """The command line; on --resume, what is not given there comes from the run's config.json."""
+    if {"-h", "--help"} & {*arguments}:
+        print(__doc__)  # as it stands
+    options = dict(args=arguments, description="", config=(tyro.conf.UseAppendAction,))
+    config = tyro.cli(Config, **options)
+    if not config.resume:
+        return config
+    path = Path(config.out) / "config.json"
+    demand(config.out and path.exists(), config, "out", "with --resume, the folder of a run")
+    stored = json.loads(path.read_text())
+    demand(stored.pop("script") == SCRIPT, config, "out", f"with --resume, a run of {SCRIPT}")
+    given = dict(out=config.out, resume=True, distributed=config.distributed)
+    stored = replace(Config(**stored), sweep=tuple(stored["sweep"]), **given)
+    again = () if config.sweep else stored.sweep  # given again, --sweep must be the same
+    config = tyro.cli(Config, default=replace(stored, sweep=again), **options)
+    for f in fields(Config):
+        value, new = getattr(stored, f.name), getattr(config, f.name)
+        longer = f.name == "num_updates" and new > value and not config.anneal_lr
+        same = f.name in FREE or new == value or longer
+        or_more = ", or more if lr is not annealed" if f.name == "num_updates" else ""
+        demand(same, config, f.name, f"{value!r}, as in the run to resume{or_more}")
+    return config
+
+
+def main():
+    """Make every core of a CPU a device; with --distributed, join the other processes; run."""
+    sys.stdout.reconfigure(line_buffering=True)  # into a file too
+    try:
+        config = parse(sys.argv[1:])
+        check(config)
+        by_user = jax.config.jax_num_cpu_devices, "device_count" in os.environ.get("XLA_FLAGS", "")
+        if by_user == (-1, False) and config.devices != 1:
+            cores = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count()))(0)
+            jax.config.update("jax_num_cpu_devices", len(cores))
+        address, *numbers = config.distributed.split(",")
+        try:
+            numbers = () if address == "auto" else (address, *map(int, numbers))
+            if address:
+                jax.distributed.initialize(*numbers, heartbeat_timeout_seconds=30)
+        except (ValueError, RuntimeError) as error:
+            allowed = f"auto, or HOST:PORT,PROCESSES,NUMBER ({str(error).splitlines()[0]})"
+            demand(False, config, "distributed", allowed)
+        return run(config)
+    except BadConfig as error:
+        message, status = error, 2
+    except (OSError, jax.errors.JaxRuntimeError) as error:
+        if not (isinstance(error, OSError) or jax.distributed.is_initialized()):
+            raise
+        error.filename = getattr(error, "filename", None) or "logs.csv"  # `write` names the others
+        why = str(error).splitlines()[0]
+        message, status = f"{why}; the last checkpoint is intact, --resume goes on from it", 1
+    print(f"{SCRIPT}: error: {message}", file=sys.stderr, flush=True)
+    (os._exit if jax.distributed.is_initialized() else sys.exit)(status)  # others wait for this one
+
+
+if __name__ == "__main__":
+    main()
+
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["jax>=0.10", "jaxlib>=0.10", "flax>=0.12", "optax>=0.2.5", "distrax>=0.1.7",
+#                 "numpy>=2.0", "matplotlib>=3.9", "tyro>=0.9", "tqdm>=4.66"]
+# ///

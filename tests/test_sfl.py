@@ -1,0 +1,233 @@
+"""sfl.py against plain NumPy: what is learnable, when the buffer changes, what is counted."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_plr
+from test_dr import SEED, close, fast, inner, numbers, path_length, plain_stats, swap
+
+import sfl
+
+SMALL = sfl.Config(
+    rnn="none", hidden_size=16, height=5, width=5, n_walls=10, max_steps=6, num_envs=8, num_evals=2,
+    num_steps=test_plr.T, update_epochs=1, num_minibatches=2, num_updates=7, lr=1e-2,
+    eval_interval=0, eval_suite="TrivialMaze", eval_episodes=2, score_interval=3,
+    num_candidates=48, candidate_evals=4, candidates_at_once=16, buffer_size=12)  # fmt: skip
+CANDIDATES, COPIES, K, T, N = 48, 4, 12, test_plr.T, 8
+
+
+@cache
+def program(steps, config=SMALL):
+    """`update` of a number of steps, compiled; 0: `init`."""
+    train = sfl.make_train(config)
+    return fast(lambda state: train.update(state, steps)) if steps else fast(train.init)
+
+
+@cache
+def history():
+    """States before and after each of seven cycles, and their metrics."""
+    states, metrics = [program(0)(SEED)], []
+    for _ in range(7):
+        state, row = program(1)(states[-1])
+        states.append(state)
+        metrics.append({name: x[0] for name, x in row.items()})
+    return states, metrics
+
+
+def names(levels):
+    """One text for each level."""
+    parts = [np.asarray(x).reshape(len(levels.agent_dir), -1) for x in levels]
+    return ["".join(map(str, np.concatenate(row).astype(int))) for row in zip(*parts)]
+
+
+# --- the buffer
+
+
+@cache
+def scored():
+    """A choice among candidates whose episodes a rule decides: the buffer, its metrics, and what
+    was played, as it was played."""
+    seen = []
+
+    def play(rng, params, levels, *rules):
+        copy = jnp.arange(len(levels.agent_dir)) % COPIES
+        place = levels.agent_pos.sum(-1) + 2 * levels.goal_pos.sum(-1)
+        total = jnp.where(copy < place % (COPIES + 1), 0.5, 0.0)
+        length = 1 + levels.agent_pos[:, 0]
+        jax.debug.callback(lambda *x: seen.append(x), levels, total, length, ordered=True)
+        return total, length
+
+    score = inner(sfl.make_train(SMALL).update, "cycle", "score_candidates")
+    swap(score, "play", play)
+    state = program(0)(SEED).replace(more_steps=jnp.array(5))
+    after, metrics = fast(score)(jax.random.key(1), state)
+    jax.effects_barrier()
+    joined = jax.tree.map(lambda *x: np.concatenate([np.asarray(y) for y in x]), *seen)
+    return after, metrics, *joined
+
+
+def test_the_buffer_is_the_most_learnable_of_all_candidates():
+    after, _, levels, total, _ = scored()
+    played = names(levels)
+    assert len(played) == CANDIDATES * COPIES and len(set(played)) > CANDIDATES - 5
+    assert played == [x for x in played[::COPIES] for _ in range(COPIES)]
+    p = (total.reshape(CANDIDATES, COPIES) > 0).mean(1)
+    order = sorted(range(CANDIDATES), key=lambda i: -p[i] * (1 - p[i]))[:K]
+    assert names(after.buffer.level) == [played[i * COPIES] for i in order]
+    assert after.buffer.solve_rate.tolist() == p[order].tolist()
+    assert {0, 1} <= {*p} and len({*p[order]}) > 1
+
+
+def test_what_is_logged_of_the_candidates():
+    _, metrics, levels, total, _ = scored()
+    p = (total.reshape(CANDIDATES, COPIES) > 0).mean(1)
+    levels = jax.tree.map(lambda x: x[::COPIES], levels)
+    found = []
+    for wall_map, agent, _, goal, share in zip(*levels, p):
+        if 0 < share < 1:
+            found.append((wall_map.sum(), path_length(wall_map, tuple(agent), tuple(goal))))
+    walls, paths = zip(*found)
+    solvable = [path for path in paths if path is not None]
+    expected = dict(learnable=len(found) / CANDIDATES, walls=np.mean(walls),
+                    path_length=np.mean(solvable), solvable=len(solvable) / len(found))  # fmt: skip
+    assert close(metrics, {f"candidate_{name}": x for name, x in expected.items()})
+
+
+def test_scoring_counts_as_steps_of_the_environment():
+    after, _, _, _, length = scored()
+    batch = N * 2 * T
+    assert int(after.rollouts) * batch + int(after.more_steps) == 5 + length.sum()
+    assert 0 <= after.more_steps < batch < length.sum()
+
+
+def test_an_episode_is_played_on_each_level_and_its_length_told():
+    """By MiniGrid's reward, 1 - 0.9 n / max_steps for the goal after n steps."""
+    play = inner(sfl.make_train(SMALL).update, "cycle", "score_candidates", "play")
+    levels = jax.vmap(lambda rng: sfl.amaze.sample_level(rng, 6, 5, 5))(jax.random.split(SEED, 999))
+    total, length = map(np.asarray, fast(play)(SEED, program(0)(SEED).student.params, levels))
+    solved = total > 0
+    assert 20 < solved.sum() < 900 and len(set(length[solved])) > 2
+    assert close(total[solved], 1 - 0.9 * length[solved] / 6) and (length[~solved] == 6).all()
+
+
+def test_the_buffer_changes_every_score_interval_before_the_levels_are_chosen():
+    states, metrics = history()
+    for i, (before, after, row) in enumerate(zip(states, states[1:], metrics)):
+        changed = names(before.buffer.level) != names(after.buffer.level)
+        assert changed == (i % 3 == 0) == np.isfinite(row["candidate_learnable"])
+        p = np.asarray(after.buffer.solve_rate)
+        assert (np.diff(p * (1 - p)) <= 1e-6).all()
+        assert close(row["buffer_learnability"], (p * (1 - p)).mean())
+        assert close(row["buffer_learnability_min"], (p * (1 - p)).min())
+        steps = int(after.rollouts - before.rollouts) * N * 2 * T
+        steps += int(after.more_steps - before.more_steps)
+        played = steps - N * 2 * T
+        assert played == 0 if i % 3 else CANDIDATES * COPIES <= played <= CANDIDATES * COPIES * 6
+        assert row["rollouts"] == after.rollouts and row["grad_updates"] == i + 1
+
+
+# --- the levels that are learned from
+
+
+def test_half_of_the_levels_come_from_the_buffer_uniformly():
+    state, choose = history()[0][1], inner(sfl.make_train(SMALL).update, "cycle", "choose_levels")
+    counts, known = dict.fromkeys(names(state.buffer.level), 0), names(state.buffer.level)
+    draws = fast(jax.vmap(choose, in_axes=(0, None)))(jax.random.split(SEED, 200), state.buffer)
+    queue = T // 4
+    levels = jax.tree.map(lambda x: np.asarray(x).swapaxes(0, 1), draws)  # [N, 200, T / 4, ...]
+    half = lambda where: jax.tree.map(lambda x: x[where].reshape(-1, *x.shape[3:]), levels)
+    for name in names(half(slice(N // 2))):
+        counts[name] += 1
+    times = np.array([counts[name] / known.count(name) for name in known])
+    mean = N // 2 * 200 * queue / K
+    assert sum(counts.values()) == mean * K and (abs(times - mean) < 5 * mean**0.5).all()
+    fresh = names(half(slice(N // 2, None)))
+    assert len(set(fresh)) > 0.9 * len(fresh) > 10 * len(set(fresh) & set(known))
+    opening = lambda x: x[:, 0, 0]  # each draw anew, each trajectory its own
+    assert len(set(names(jax.tree.map(opening, levels)))) > N // 2
+
+
+def test_solve_rates_of_random_and_buffer_levels_are_logged_apart():
+    (_, before, *_), (_, row, *_) = history()
+    cycle = inner(sfl.make_train(SMALL).update, "cycle")
+
+    @fast
+    def play(state):
+        _, rng_levels, rng_rollout, *_ = inner(cycle, "cycle_rngs")(state)
+        queue = inner(cycle, "choose_levels")(rng_levels, state.buffer)
+        return inner(cycle, "rollout")(rng_rollout, state.student.params, queue)[0], queue
+
+    batch, queue = play(before)
+    reward, done = np.asarray(batch.reward), np.asarray(batch.done)
+    in_buffer = np.arange(N * 2) < N
+    parts = {"train": in_buffer | True, "replay": in_buffer, "fresh": ~in_buffer}
+    for name, where in parts.items():
+        for key, x in plain_stats(reward, done, where).items():
+            assert close(row[f"{name}_{key}"], x), (name, key)
+    walls = np.asarray(queue.wall_map)[:, 0].sum((1, 2))
+    assert close(row["replay_walls"], walls[: N // 2].mean())
+    assert close(row["fresh_walls"], walls[N // 2 :].mean())
+
+
+def test_show_gives_the_random_levels_of_the_next_update_and_the_buffer():
+    before = history()[0][1]
+    shown = fast(sfl.make_train(SMALL).show)(before)
+    best, captions = shown["most learnable"]
+    assert names(best) == names(before.buffer.level)
+    assert captions["p"].tolist() == before.buffer.solve_rate.tolist()
+    cycle = inner(sfl.make_train(SMALL).update, "cycle")
+    queue = inner(cycle, "choose_levels")(inner(cycle, "cycle_rngs")(before)[1], before.buffer)
+    assert names(shown["fresh"][0]) == names(jax.tree.map(lambda x: x[N // 2 :, 0], queue))
+
+
+# --- many seeds at once, configuration
+
+
+def test_updates_of_many_seeds_skip_the_scoring():
+    train = jax.vmap(sfl.make_train(SMALL))
+    lowered = jax.jit(train).lower(jax.random.split(SEED, 8))
+    acts, acts_in_branch, learns = (False, False), (False, True), (True, False)
+    assert test_plr.products(lowered) == {acts, acts_in_branch, learns}
+
+
+def test_a_row_of_many_trainings_equals_the_training_alone():
+    rngs = jax.random.split(SEED, 3)
+    states, metrics = fast(jax.vmap(sfl.make_train(SMALL)))(rngs)
+    state, alone = program(7)(program(0)(rngs[1]))
+    row = jax.tree.map(lambda x: x[1], numbers((states.student, states.buffer)))
+    assert close(row, numbers((state.student, state.buffer)), 1e-3)
+    for name, x in alone.items():
+        assert close(metrics[name][1], x, 1e-3), name
+
+
+def test_every_float_can_be_swept():
+    swept = {name: jnp.linspace(0.1, 0.9, 3) for name in sfl.FLOATS}
+    train = lambda rng, floats: sfl.make_train(replace(SMALL, **floats))(rng)
+    jax.eval_shape(jax.vmap(train), jax.random.split(SEED, 3), swept)
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(num_envs=7, num_minibatches=1), "num_envs = 7: allowed is even"),
+    (dict(num_candidates=8, candidates_at_once=8), "num_candidates = 8: allowed is at least 12"),
+    (dict(candidates_at_once=15), "candidates_at_once = 15: allowed is a divisor of 48"),
+    (dict(candidate_evals=1), "candidate_evals = 1: allowed is at least 2"),
+    (dict(score_interval=0), "score_interval = 0: allowed is at least 1"),
+])  # fmt: skip
+def test_bad_values(changes, words):
+    with pytest.raises(sfl.BadConfig, match=words):
+        sfl.make_train(replace(SMALL, **changes))
+
+
+def test_published_defaults():
+    """2408.15099, for the maze."""
+    config = sfl.Config()
+    steps = config.num_updates * config.num_envs * config.num_steps
+    assert abs(steps - 3e8) < config.num_envs * config.num_steps
+    published = dict(lr=2.5e-4, anneal_lr=True, gamma=0.99, gae_lambda=0.95, clip_eps=0.04,
+                     update_epochs=4, num_minibatches=4, ent_coef=0, num_candidates=25_000,
+                     buffer_size=1000, candidate_evals=10, n_walls=60, num_envs=256)  # fmt: skip
+    assert {name: getattr(config, name) for name in published} == published
