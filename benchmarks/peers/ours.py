@@ -3,6 +3,7 @@
 A program is (name, function that runs it, notes); notes are numbers for the table."""
 
 import importlib
+import os
 import time
 from functools import partial
 
@@ -126,7 +127,8 @@ def training(script, cycle, core, seeds, devices):
     if script == "paired":
         fields = {"teacher_rnn": core, "teacher_filters": teacher_filters(core)}
     config = module.Config(rnn=core, seeds=seeds, devices=devices, eval_interval=0, **fields)
-    module.connect(config)  # before JAX is asked for its devices
+    if devices != 1:  # as the command line does before JAX is asked for its devices
+        jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
     where = module.choose_devices(config, seeds)
     init, update, _, sharding = module.make_programs(config, seeds, *where)
     rows, step = jax.device_put({"seed": np.arange(seeds)}, sharding), 0
