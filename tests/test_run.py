@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import dr  # noqa: E402
+from forks import Server  # noqa: E402
 
 TINY = """--height 5 --width 5 --n-walls 6 --max-steps 12 --num-envs 8 --num-steps 16 --rnn none
     --hidden-size 16 --update-epochs 2 --lr 1e-2 --eval-suite TrivialMaze --eval-episodes 2
@@ -50,8 +51,8 @@ def tmp(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def launch(tmp):
-    """Start `python dr.py ...`, or another script. devices: as if the user had set XLA_FLAGS so;
-    before: Python, run in the process before the script."""
+    """Start `python dr.py ...`, or another script, as a fork where that is the same. devices: as
+    if the user had set XLA_FLAGS so; before: Python, run in the process before the script."""
     for name in ("wandb", "trackio"):  # found before the real ones, and not to be imported
         (tmp / "unasked").mkdir(exist_ok=True)
         (tmp / "unasked" / f"{name}.py").write_text(f"raise SystemExit('{name} is imported')")
@@ -61,15 +62,21 @@ def launch(tmp):
         defaults = {"JAX_COMPILATION_CACHE_DIR": str(tmp / "cache")} | os.environ
         defaults |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PLATFORMS": "cpu"}
         defaults |= {"XLA_FLAGS": f"{count}--xla_backend_optimization_level=0"}
-        env = defaults | {"PYTHONPATH": f"{tmp / 'unasked'}:{ROOT}"} | env
-        command = [sys.executable, *map(str, [script, *args])]
+        defaults |= {"PYTHONPATH": f"{tmp / 'unasked'}:{ROOT}"}
+        if devices and script != "-c" and not (env or before or options):
+            servers[:] = servers or [Server(tmp, defaults)]
+            return servers[0].start([*map(str, [script, *args])], defaults, tmp)
+        env, command = defaults | env, [sys.executable, *map(str, [script, *args])]
         if before:
             before = f"import os, sys; {before}; os.execv(sys.executable, sys.argv[1:])"
             command = [sys.executable, "-c", before, *command]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         return subprocess.Popen(command, env=env, **pipes, **{"cwd": tmp} | options)
 
-    return launch
+    servers = []
+    yield launch
+    for server in servers:
+        server.end()
 
 
 def finish(process):

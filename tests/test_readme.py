@@ -1,0 +1,110 @@
+"""The README's recipes: each diff is applied to a copy of its script, which then trains."""
+
+import csv
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+README = (ROOT / "README.md").read_text()
+SCORE, STUDENT, LEVELS = re.findall(r"```diff\n--- (\w+\.py)\n(.*?)```", README, re.DOTALL)
+TINY = """--height 5 --width 5 --n-walls 6 --max-steps 12 --num-envs 8 --num-steps 16 --lr 1e-2
+    --hidden-size 16 --update-epochs 2 --eval-suite TrivialMaze --eval-episodes 2 --num-updates 6
+    --log-interval 2 --devices 1""".split()
+
+
+def hack(recipe, folder):
+    """The changed copy of a script: what a hunk removes and keeps stands there once."""
+    script, diff = recipe
+    text, (first, *hunks) = (ROOT / script).read_text(), diff.split("@@\n")
+    assert first == "" and 0 < len(re.findall(r"(?m)^[+-]", diff)) <= 20
+    for hunk in hunks:
+        lines = hunk.splitlines()
+        old, new = ([x[1:] for x in lines if x[:1] != sign] for sign in "+-")
+        old, new = ("".join(f"{x}\n" for x in part) for part in (old, new))
+        assert text.count(old) == 1 and set("".join(x[:1] for x in lines)) <= set(" +-")
+        text = text.replace(old, new)
+    path = folder / f"my_{script}"
+    path.write_text(text)
+    return path
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(path, *args):
+    """Rows of the log of a short run of the copy, where it lies alone; another one, resumed."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, path, *TINY, *args, "--out", "run"]
+    done = subprocess.run(command, cwd=path.parent, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"python evaluate.py run --script {path}" in done.stdout
+    with open(path.parent / "run" / "logs.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["update"] for row in rows] == ["2", "4", "6"]
+    return rows
+
+
+def test_a_new_score(tmp_path):
+    path = hack(SCORE, tmp_path)
+    module = load(path)
+    done = np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 1]], bool)
+    reward = np.zeros((5, 3), np.float32)
+    reward[1, 0] = reward[4, 2] = 0.5  # solved: the first of two episodes, none, the only one
+    advantage = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    batch = module.Transition(None, None, None, None, np.zeros((5, 3)), reward, done)
+    none = np.zeros(3, np.float32)
+    scores = module.level_outcomes(batch, advantage, none, np.eye(3) > 0, none)[3]
+    loss = np.maximum(-advantage, 0)
+    np.testing.assert_allclose(scores["mna"], [loss[:2, 0].mean(), 0, loss[:, 2].mean()], 1e-5)
+    buffer = "--score mna --buffer-size 8 --min-fill 0.5 --rnn none".split()
+    rows = train(path, *buffer)
+    assert int(rows[-1]["grad_updates"]) > 0 and float(rows[-1]["buffer_fill"]) > 0
+
+
+def test_another_student(tmp_path):
+    path = hack(STUDENT, tmp_path)
+    module = load(path)
+    core = module.make_core("lstm", 16, 2, "after")
+    x = jax.random.normal(jax.random.key(0), (12, 2, 5))
+    is_first = np.zeros((12, 2), bool)
+    is_first[0] = is_first[5, 1] = True
+    params = core.init(jax.random.key(1), core.initial_carry(2), x, is_first)
+    apply, carry = jax.jit(core.apply), core.initial_carry(2)
+    _, whole = apply(params, carry, x, is_first)
+    for t in range(12):  # acting is learning step by step
+        carry, y = apply(params, carry, x[t : t + 1], is_first[t : t + 1])
+        np.testing.assert_allclose(y[0], whole[t], 1e-4, 1e-5)
+    other = apply(params, core.initial_carry(2), x.at[4].add(1.0), is_first)[1]
+    same = jnp.isclose(other, whole, atol=1e-5).all(-1)  # seen for eight steps of an episode
+    assert np.flatnonzero(~same[:, 0]).tolist() == list(range(4, 12))
+    assert np.flatnonzero(~same[:, 1]).tolist() == [4]
+    train(path)
+
+
+def test_a_new_level_generator(tmp_path):
+    path = hack(LEVELS, tmp_path)
+    walls = {float(row["walls"]) for row in train(path, "--rnn", "none")}
+    assert walls == {8.0}  # two rows of four; agent and goal take no wall away
+    assert all(float(row["solvable"]) == 1 for row in csv.DictReader(
+        (tmp_path / "run" / "logs.csv").open()))
+
+
+def test_the_maze_alone():
+    [code] = [x for x in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "picture" in x]
+    found = {}
+    exec(code.replace("1000", "20"), found)
+    assert found["rewards"].shape == (20, 20) and found["picture"].shape == (240, 240, 3)
