@@ -17,9 +17,11 @@ Differs from dr.py in the buffer, `score_candidates`, phase 1 of the cycle and w
 
 Run        python sfl.py --seeds 8
 From code  jax.jit(jax.vmap(make_train(Config())))(jax.random.split(jax.random.key(0), 8))
+Sweep      jax.vmap(lambda rng, lr: make_train(replace(config, lr=lr))(rng))(rngs, lrs)
 
-Shapes     T steps, N levels, E copies that play each level, B = N * E trajectories, K buffer slots,
-           H core units, M test mazes. Time comes first: [T, B, ...]. make_train is for one seed.
+Shapes     T steps, N levels, E copies that play each level, B = N * E trajectories, H core units,
+           M test mazes. Time comes first: [T, B, ...]. Everything below make_train is for one seed.
+           K levels are in the buffer.
 """
 
 import csv
@@ -350,14 +352,13 @@ def make_train(config, devices=1):
 
     def init(rng):
         rng, rng_student = jax.random.split(rng)
-        level = sample_levels(rng)
-        obs = jax.tree.map(lambda x: x[None, None], reset(level)[0])
+        obs = jax.tree.map(lambda x: x[None, None], reset(sample_levels(rng))[0])
         inputs = core.initial_carry(1), obs, jnp.zeros((1, 1), bool)
         params = network.init(rng_student, *inputs)
         student = Agent(params, optimiser(0.0).init(params))  # whatever the learning rate
         empty = lambda x: jnp.zeros((config.buffer_size, *x.shape), x.dtype)
-        buffer, zero = jax.tree.map(empty, Buffer(level, jnp.zeros(()))), jnp.zeros((), int)
-        return RunnerState(rng, zero, zero, zero, student, buffer)
+        slot, zero = Buffer(sample_levels(rng), jnp.zeros(())), jnp.zeros((), int)
+        return RunnerState(rng, zero, zero, zero, student, jax.tree.map(empty, slot))
 
     # On several devices each plays its share of the trajectories, and learns from its share of a
     # minibatch; all else (levels, keys, scores, statistics) they all hold and compute alike.
@@ -566,8 +567,8 @@ def make_train(config, devices=1):
             stats |= episode_stats(*episode, jnp.repeat(where, config.num_evals))
             metrics |= {f"{name}_{key}": x for key, x in stats.items()}
         learnability = state.buffer.solve_rate * (1 - state.buffer.solve_rate)
-        metrics |= {"buffer_learnability": learnability.mean()}
-        metrics |= {"buffer_learnability_min": learnability.min()}
+        stats = {"learnability": learnability.mean(), "learnability_min": learnability.min()}
+        metrics |= {f"buffer_{name}": x for name, x in stats.items()}
         if config.eval_interval:
             due = (step % config.eval_interval == 0) | (step == config.num_updates)
             metrics |= jax.lax.cond(due, evaluate, partial(skip, evaluate), rng_eval, student)[1]
