@@ -24,8 +24,10 @@ lax_map = jax.lax.map
 
 
 def at_once(function, xs, batch_size=None):
-    """For jax.lax.map, by which rows, and PAIRED's students, take turns on a CPU."""
-    return lax_map(function, xs, batch_size=len(jax.tree.leaves(xs)[0]))
+    """For jax.lax.map, by which rows, and PAIRED's students, take turns on a CPU. SFL's candidates,
+    which take turns everywhere, are more than four."""
+    number = len(jax.tree.leaves(xs)[0])
+    return lax_map(function, xs, batch_size=number if number <= 4 else batch_size)
 
 
 def bytes_of(script, seeds, options):
@@ -41,7 +43,7 @@ def bytes_of(script, seeds, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--scripts", nargs="+", default=["dr", "plr", "accel", "paired"])
+    parser.add_argument("--scripts", nargs="+", default=["dr", "plr", "accel", "paired", "sfl"])
     parser.add_argument("--options", type=json.loads, default={}, help="fields of Config, as JSON")
     options = parser.parse_args()
     jax.lax.map = at_once

@@ -6,7 +6,7 @@
 Mazes of 9 x 9 cells, a budget of 30 walls, 500 cycles, one seed. paired_small.csv holds a row for
 each 10 cycles, their mean; paired_small.png shows the teacher's reward (the regret; for minimax,
 minus the mean return) and how long and how solvable the designs are. The shortest path is the mean
-over solvable designs, which for minimax are few from cycle 280 on.
+over solvable designs, which for minimax are few from cycle 380 on.
 """
 
 import argparse
