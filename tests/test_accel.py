@@ -68,6 +68,7 @@ def test_a_child_is_its_parent_after_the_edits():
     assert len({*names(parents), *names(children)}) > N + 1
 
 
+@pytest.mark.slow
 def test_children_are_scored_and_written_as_fresh_levels_are(serial):
     breed = inner(program(accel, **SERIAL)[0].update, "breed")
     before = [cycle for cycle in serial if replayed(cycle)][-1].before
@@ -101,6 +102,7 @@ def test_children_are_scored_and_written_as_fresh_levels_are(serial):
     assert stats["child_walls"] == pytest.approx(entries.level.wall_map.sum((1, 2)).mean())
 
 
+@pytest.mark.slow
 def test_children_of_a_training(serial):
     """New levels of the buffer: base levels on fresh cycles, on others children of those played."""
     born, generations = 0, set()
@@ -125,11 +127,13 @@ def test_children_of_a_training(serial):
     assert born > 10 and {1, 2} <= generations
 
 
+@pytest.mark.slow
 def test_mutation_counts_through_insertions_and_evictions():
     total = follow_random_batches(accel, 100)
     assert total["inserted"] == K and min(total["updated"], total["evicted"]) > 30
 
 
+@pytest.mark.slow
 def test_mutations_are_logged_weighted_by_p(serial):
     state, metrics = serial[-1].after, serial[-1].metrics
     p = accel.replay_probabilities(state.buffer, state.step, 0.3, 0.3)
@@ -138,6 +142,7 @@ def test_mutations_are_logged_weighted_by_p(serial):
     assert metrics["buffer_mutations_weighted"] > 0
 
 
+@pytest.mark.slow
 def test_children_are_played_after_replay_only(serial):
     for i, cycle in enumerate(serial):
         assert np.isnan(cycle.metrics["child_walls"]) == (not replayed(cycle))
@@ -152,6 +157,7 @@ def first_replay(history):
     return next(cycle for cycle in history if replayed(cycle))
 
 
+@pytest.mark.slow
 def test_children_are_played_by_the_student_that_has_learned(serial):
     cycle, before = program(accel, **SERIAL)[1], first_replay(serial).before
     slow, fast = cycle(before, lr=0.0), cycle(before, lr=0.05)
@@ -161,6 +167,7 @@ def test_children_are_played_by_the_student_that_has_learned(serial):
     assert children and all(slow[level]["score"] != fast[level]["score"] for level in children)
 
 
+@pytest.mark.slow
 def test_a_student_learns_nothing_from_children(serial):
     childless = play(accel, 4, **SERIAL | NO_EDITS)
     pair = first_replay(serial), first_replay(childless)
@@ -172,6 +179,7 @@ def test_a_student_learns_nothing_from_children(serial):
     assert not equal(other.after.buffer.level, pair[0].after.buffer.level)
 
 
+@pytest.mark.slow
 def test_lineage_is_a_family_by_generation(serial):
     lineage = jax.jit(inner(program(accel, **SERIAL)[0].show, "lineage"))
     sizes = []
@@ -191,6 +199,7 @@ def test_lineage_is_a_family_by_generation(serial):
 # --- score and schedule
 
 
+@pytest.mark.slow
 def test_a_level_drawn_twice_is_scored_with_one_r_max():
     slot = slot_of_a_level_drawn_twice(accel)
     assert (slot["score"], slot["max_return"]) == pytest.approx((0.6, 0.9))
@@ -252,6 +261,7 @@ def test_cold_parallel_accel_plays_fresh_levels_instead_of_children():
         check_logged(cycle, "replay", slice(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks, changes", [(1, SERIAL), (3, PARALLEL)])
 def test_an_empty_buffer_is_not_replayed(blocks, changes):
     check_an_empty_buffer(accel, blocks, **changes)
@@ -264,6 +274,7 @@ def test_parallel_buffer_is_written_once_with_all_blocks(parallel):
         same_contents(cycle.after.buffer, reference)
 
 
+@pytest.mark.slow
 def test_base_levels_have_origins_of_their_own(serial, parallel):
     for history in (serial, parallel):
         base = {}
@@ -297,6 +308,7 @@ def test_show_gives_fresh_levels_as_the_next_update_draws_them(parallel):
 # --- against plr.py
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mine, theirs", [(SERIAL, {}), (PARALLEL, test_plr.PARALLEL)])
 def test_without_edits_accel_is_plr(mine, theirs):
     histories = play(plr, 12, **theirs), play(accel, 12, **mine | NO_EDITS)
@@ -313,6 +325,7 @@ def test_without_edits_accel_is_plr(mine, theirs):
 # --- many seeds at once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lower", [trainings, command_line])
 def test_fresh_cycles_of_many_seeds_skip_learning_and_children(lower):
     acts_in_branch = (False, True)  # the children's rollout
@@ -320,15 +333,18 @@ def test_fresh_cycles_of_many_seeds_skip_learning_and_children(lower):
     assert found == {ACTS, acts_in_branch, LEARNS_IN_BRANCH}
 
 
+@pytest.mark.slow
 def test_cold_cycles_of_many_seeds_in_parallel_mode_skip_learning():
     assert products(trainings(accel, **PARALLEL)) == {ACTS, LEARNS_IN_BRANCH}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [SERIAL, PARALLEL])
 def test_every_float_can_be_swept_and_every_state_batched(changes):
     sweeps_and_batches(accel, **changes)
 
 
+@pytest.mark.slow
 def test_all_seeds_have_one_schedule(serial):
     counts = [cycle.metrics["grad_updates"] for cycle in serial[:10]]
     other = play(accel, 10, initial(accel, 1, **SERIAL), **SERIAL)

@@ -196,6 +196,7 @@ def test_occlusion_of_any_pattern():
         assert np.array_equal(image[..., 0] > 0, grid.process_vis((2, 4)))
 
 
+@pytest.mark.slow
 def test_see_through_constant_equals_array():
     levels = random_levels(1, 8)
     actions = np.random.default_rng(1).integers(0, 7, (8, 50))
@@ -213,6 +214,7 @@ def test_see_through_constant_equals_array():
     assert np.array_equal(constant.image, array.image[:, 1:51])
 
 
+@pytest.mark.slow
 def test_step_and_reset_takes_the_queue_in_turn():
     rng = np.random.default_rng(2)
     queues = jax.tree.map(lambda x: x.reshape(20, 3, *x.shape[1:]), random_levels(2, 60, 2, 4, 4))
@@ -242,6 +244,7 @@ def test_step_and_reset_takes_the_queue_in_turn():
             assert np.array_equal(state.t, plain.t)
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing():
     levels = random_levels(3, 60, 12, 6, 9)
     rng = np.random.default_rng(3)
@@ -276,6 +279,7 @@ def test_small_levels_have_the_exact_distribution():
     assert_distributed(Counter(outcome(row(levels, i)) for i in range(60_000)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_walls, walls, solvable, path", [
     (0, 0, 1, 8.73), (25, 23.3, 0.994, 9.05), (60, 50.6, 0.845, 10.6)])
 def test_reference_statistics(n_walls, walls, solvable, path):
@@ -345,6 +349,7 @@ def test_edits_have_the_exact_distribution(n_edits):
     assert_distributed(counts, expected)
 
 
+@pytest.mark.slow
 def test_edits_of_full_size_levels():
     levels = random_levels(7, 500)
     edit = jax.jit(jax.vmap(lambda rng, level, n: amaze.edit_level(rng, level, n), (0, 0, None)),
@@ -366,6 +371,7 @@ def test_edits_of_full_size_levels():
 # --- solver
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("height, width, n_walls, count", [
     (13, 13, 60, 400), (13, 13, 25, 200), (13, 13, 100, 250), (4, 9, 14, 150)])
 def test_solve_equals_networkx(height, width, n_walls, count):
@@ -401,6 +407,7 @@ def test_optimal_return():
 SMALL = [n for n in amaze.TEST_MAZES if n not in ("PerfectMazeLarge", "PerfectMazeXL")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [SMALL, ["PerfectMazeLarge"], ["PerfectMazeXL"]],
                          ids=["small", "large", "xl"])
 def test_shortest_path_earns_the_optimal_return(names):
@@ -529,6 +536,7 @@ def assert_crossing(levels):
         yield len(rows)
 
 
+@pytest.mark.slow
 def test_simple_crossing_follows_minigrid():
     ours = sampled("SimpleCrossing", 4000)
     theirs = minigrid_resets(CrossingEnv(size=11, num_crossings=5, obstacle_type=Wall), 1500)
@@ -565,6 +573,7 @@ def plain_kruskal_maze(rng, n):
     return nx.minimum_spanning_tree(grid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, size, plain", [("PerfectMaze", 13, plain_perfect_maze),
                                                ("PerfectMazeMedium", 19, plain_kruskal_maze)])
 def test_perfect_mazes(name, size, plain):
@@ -597,6 +606,7 @@ def test_sizes_of_perfect_mazes():
         assert jax.eval_shape(maze.sample, jax.random.key(0)).wall_map.shape == (size, size)
 
 
+@pytest.mark.slow
 def test_sampled_mazes_are_solvable():
     levels = sampled("Sampled", 500)
     solution = host(solve_batch(levels))
@@ -645,6 +655,7 @@ def test_each_episode_has_its_own_level_and_its_mazes_rules():
     assert corridor == np.asarray(padded.wall_map).tobytes()
 
 
+@pytest.mark.slow
 def test_level_codes_tell_levels_apart():
     levels = host(random_levels(4, 60_000, 2, 2, 2))
     codes = np.asarray(jax.jit(jax.vmap(amaze.level_code))(levels))
@@ -670,6 +681,7 @@ def plain_image(walls, goal, agent, direction, size):
     return image
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, n_walls, count", [(3, 5, 3000), (13, 60, 100)])
 def test_teacher_places_as_a_plain_builder(size, n_walls, count):
     rng = np.random.default_rng(size)
@@ -733,6 +745,7 @@ def test_teacher_places_as_a_plain_builder(size, n_walls, count):
 # --- drawing and the command line
 
 
+@pytest.mark.slow
 def test_render_equals_minigrid():
     levels = host(random_levels(13, 6, 40, 9, 7))
     for i in range(6):
@@ -763,6 +776,7 @@ def run_amaze(*args, typed=""):
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [["a", "d", "w"], ["\x1b[D", "\x1b[C", "\x1b[A"]])
 def test_walking_with_the_keyboard(keys):
     """MiniMaze's shortest path, then a step that must not be taken."""
@@ -776,6 +790,7 @@ def test_walking_with_the_keyboard(keys):
     assert "  #####\n  ##...\n  ##.#.\n  ##.##\n  ##^#G\n" in done.stdout    # the first view
 
 
+@pytest.mark.slow
 def test_quitting():
     done = run_amaze("Labyrinth", typed="wqw")
     assert done.returncode == 0 and "step 1 of" in done.stdout and "step 2 of" not in done.stdout

@@ -101,6 +101,7 @@ def run_network(network):
     return fast(apply)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rnn", ["lstm", "gru", "s5", "none"])
 def test_acting_step_by_step_equals_learning_over_the_sequence(rnn):
     T, B = 13, 4
@@ -115,6 +116,7 @@ def test_acting_step_by_step_equals_learning_over_the_sequence(rnn):
     assert close(last, carry)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rnn", ["lstm", "gru", "s5"])
 def test_an_episode_starts_from_a_zero_state(rnn):
     T, B, cut = 13, 4, 6
@@ -178,6 +180,7 @@ def test_gru_equals_a_plain_loop():
     assert close(dr.gru(h, *inputs), plain_gru(h, *inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("I", [4, 0])
 def test_lstm_and_its_gradient_equal_flax_and_autodiff(I):
     """Alone and vmapped, of inputs and of projected ones."""
@@ -229,6 +232,7 @@ def test_seeds_are_vmapped_but_their_qr_decompositions(script, rnn):
     assert len(shapes) >= 6 and all(len(shape) == 2 for shape in shapes)
 
 
+@pytest.mark.slow
 def test_the_patch_product_is_a_convolution():
     network, params = make_network("none")
     obs, is_first = random_inputs(3, 4)
@@ -242,6 +246,7 @@ def test_the_patch_product_is_a_convolution():
     assert close(found.reshape(12, 3, 3, 16), expected + layer["bias"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rnn, gates", [("lstm", 4), ("gru", 3)])
 def test_initialisation(rnn, gates):
     H = 64
@@ -367,6 +372,7 @@ def test_the_solve_rate_of_training_is_the_true_one(truth, restarts):
 # --- learning
 
 
+@pytest.mark.slow
 def test_loss_is_the_formula_of_ppo():
     config = replace(SMALL, ent_coef=0.03, vf_coef=0.7)
     loss = inner(dr.make_train(config).update, "cycle", "learn", "loss")
@@ -406,6 +412,7 @@ def test_loss_is_the_formula_of_ppo():
     assert close(metrics, expected | {"total_loss": total})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_minibatches(k):
     """Each trajectory once per epoch, whole, in a new order; an optimiser step for each part, whose
@@ -442,6 +449,7 @@ def test_minibatches(k):
     assert close(metrics["explained_variance"], 1 - advantage.var() / target.var())
 
 
+@pytest.mark.slow
 def test_annealed_lr_and_adam_by_hand():
     """Four updates of one step each: clip by global norm, Adam, a lr that falls to a quarter; and
     what their metrics say."""
@@ -525,6 +533,7 @@ def test_rollout():
     assert close(chosen, batch.log_prob)
 
 
+@pytest.mark.slow
 def test_actions_are_sampled_from_the_policy():
     act, params = dr.make_train(SMALL).act, make_network("none")[1]
     obs, is_first = jax.tree.map(lambda x: np.repeat(x[0], 20_000, 0), random_inputs(1, 1))
@@ -537,6 +546,7 @@ def test_actions_are_sampled_from_the_policy():
         assert len(chance) == 0 or share[a] == pytest.approx(chance[0], abs=0.015)
 
 
+@pytest.mark.slow
 def test_evaluation_equals_a_plain_loop():
     """A scripted policy: forward, and left where a wall is ahead. It meets some of the goals."""
     mazes, count = ["TrivialMaze", "FourRooms"], 16
@@ -580,6 +590,7 @@ def path_length(walls, agent, goal):
                 queue.append((cell, length + 1))
 
 
+@pytest.mark.slow
 def test_show_gives_the_levels_of_the_next_update():
     state = start()
     config = replace(SMALL, n_walls=12)
@@ -616,6 +627,7 @@ def test_bad_combinations(changes, words):
 TESTED = replace(SMALL, eval_interval=2)
 
 
+@pytest.mark.slow
 def test_chunks_equal_one_go_whatever_the_evaluations():
     state, metrics = program(5, TESTED)(start())
     parts, chunk = [], start()
@@ -657,6 +669,7 @@ def sweep():
     return rows, {name: jax.tree.map(lambda x: x[i], together) for i, name in enumerate(rows)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_vmapped_row_equals_the_solo_run(seed):
     """Whose floats are constants."""
@@ -671,6 +684,7 @@ def traced():
     return fast(lambda rng, floats: dr.make_train(replace(TESTED, **floats))(rng))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_swept_float_equals_the_solo_run(name):
     rows, found = sweep()
@@ -680,6 +694,7 @@ def test_a_swept_float_equals_the_solo_run(name):
     assert not close(*params, 3e-3)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_told_from_what_is_not_measured():
     """A row that diverges shows inf; NaN is an evaluation that was not due, as in its neighbour."""
     _, found = sweep()
@@ -691,6 +706,7 @@ def test_what_is_not_finite_is_told_from_what_is_not_measured():
         assert np.isnan(x).any() == name.startswith("eval_") and not np.isinf(x).any()
 
 
+@pytest.mark.slow
 def test_a_new_float_can_be_swept(tmp_path):
     """A copy with a price on each step of a rollout, swept in turn and at once; for nothing it is
     dr.py, else all returns are lower by the price."""
@@ -747,6 +763,7 @@ print("passed")
 """
 
 
+@pytest.mark.slow
 def test_an_update_on_two_devices_is_that_of_one(tmp_path):
     """To rounding; and the devices agree bit for bit. Of copies, minibatches and all."""
     for name, tree in {"before": start(), "after": program(1)(start())}.items():

@@ -135,6 +135,7 @@ class Copy(MiniGridEnv):
         self.agent_dir = int(self.level.agent_dir)
 
 
+@pytest.mark.slow
 def test_results_equal_a_loop_over_minigrid():
     train, params, keys = random_agents()
     returns, lengths = played(0)
@@ -164,6 +165,7 @@ def test_results_equal_a_loop_over_minigrid():
     assert (solved[:3] > 0).all() and (solved < 1).all()  # else little was compared
 
 
+@pytest.mark.slow
 def test_neither_batch_size_nor_vmap_matters(monkeypatch):
     """On a GPU agents play vmapped, on a CPU in turn."""
     in_turn, agents = played(0), random_agents()
@@ -172,6 +174,7 @@ def test_neither_batch_size_nor_vmap_matters(monkeypatch):
     assert all(np.array_equal(x, y) for x, y in zip(in_turn, vmapped))
 
 
+@pytest.mark.slow
 def test_devices_do_not_matter(tmp_path):
     """Four agents on three devices: twelve players, each with a third of an agent's episodes."""
     code = f"import test_evaluate as t; t.np.save({str(tmp_path / 'x.npy')!r}, t.played(0))"
@@ -180,6 +183,7 @@ def test_devices_do_not_matter(tmp_path):
     assert np.array_equal(np.load(tmp_path / "x.npy"), played(0))
 
 
+@pytest.mark.slow
 def test_padding_and_other_mazes_do_not_matter():
     m = [maze.name for maze in some_mazes(4)].index("TrivialMaze")
     for together, alone in zip(played(0), played(0, "TrivialMaze")):
@@ -204,6 +208,7 @@ def fewest_actions(level, max_steps):
                 queue.append(after)
 
 
+@pytest.mark.slow
 def test_oracle_gets_the_optimal_return_and_idler_nothing():
     names = [name for name in amaze.TEST_MAZES if name[-5:] not in ("Large", "azeXL")]
     mazes, _ = evaluate.choose_mazes(evaluate.Arguments(mazes=",".join(names), episodes=1))
@@ -230,6 +235,7 @@ def test_oracle_gets_the_optimal_return_and_idler_nothing():
 # --- mazes
 
 
+@pytest.mark.slow
 def test_levels_are_drawn_by_seed_name_and_episode():
     mazes = evaluate.draw(["FourRooms", "Labyrinth"], 3, 0)
     alone, other = (evaluate.draw(["FourRooms"], 3, seed)["FourRooms"] for seed in (0, 1))
@@ -240,6 +246,7 @@ def test_levels_are_drawn_by_seed_name_and_episode():
     assert len(mazes["Labyrinth"].agent_dir) == 1
 
 
+@pytest.mark.slow
 def test_sampled_levels_are_solvable_and_differ():
     mazes, sampled = evaluate.choose_mazes(evaluate.Arguments(suite="sampled", levels=20))
     assert sampled and len(mazes) == 20 and mazes[3].name == "Sampled-3"
@@ -283,6 +290,7 @@ def test_intervals_equal_scipys():
         assert high - low > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_mazes", [12, 300])
 def test_intervals_hold_the_truth(num_mazes, monkeypatch):
     """New trainings of a known population, on the same mazes: 95% of intervals hold its values."""
@@ -302,6 +310,7 @@ def test_intervals_hold_the_truth(num_mazes, monkeypatch):
     assert (held.mean(0) >= 0.9).all() and (held.mean(0) < 0.99).all(), held.mean(0)
 
 
+@pytest.mark.slow
 def test_fewer_than_three_seeds_have_no_interval(run, capsys, monkeypatch):
     returns = np.random.default_rng(0).random((4, 5, 6)) - 0.5
     for seeds in (1, 2, 3, 4):
@@ -367,6 +376,7 @@ def test_csv_round_trips_and_groups_by_swept_value():
 # --- the command
 
 
+@pytest.mark.slow
 def test_a_run_from_end_to_end(run, capsys, monkeypatch):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     options = "--mazes", "FourRooms,MiniMaze", "--episodes", "1", "--gif", "MiniMaze"
@@ -391,6 +401,7 @@ def test_a_run_from_end_to_end(run, capsys, monkeypatch):
     assert "results.csv replaced" in again
 
 
+@pytest.mark.slow
 def test_good_runs_are_evaluated_and_bad_ones_named(run, tmp_path, capsys, monkeypatch):
     (tmp_path / "runs" / "empty").mkdir()
     archive, out = run / "checkpoint_1.msgpack", tmp_path / "results"
@@ -410,6 +421,7 @@ def load(path, **settings):
     return runs[0]
 
 
+@pytest.mark.slow
 def test_agents_are_those_of_the_checkpoint(run):
     found = load(run)
     data = serialization.msgpack_restore((run / "checkpoint.msgpack").read_bytes())
@@ -447,6 +459,7 @@ def change_config(run, **changes):
     (run / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.slow
 def test_a_hacked_copy_needs_script(run, tmp_path, capsys, monkeypatch):
     mine = tmp_path / "my_dr.py"
     mine.write_text((ROOT / "dr.py").read_text() + f"\nopen({str(tmp_path / 'ran')!r}, 'w')\n")
@@ -506,6 +519,7 @@ def make_train(config):
 '''
 
 
+@pytest.mark.slow
 def test_a_hacked_student_sees_what_it_was_trained_on(tmp_path, capsys, monkeypatch):
     mine, run, rng = tmp_path / "my_dr.py", tmp_path / "mine", np.random.default_rng(0)
     mine.write_text(HACKED)
@@ -611,6 +625,7 @@ LIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", LIES)
 def test_lies_are_refused_and_nothing_is_executed(lie, run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -623,6 +638,7 @@ def test_lies_are_refused_and_nothing_is_executed(lie, run, tmp_path, capsys, mo
     assert not (run / "results.csv").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments, named", {
     "--mazes Labyrinth,Labyrint": "mazes = Labyrint:",
     "--agent antagonist": "protagonist",
@@ -718,6 +734,7 @@ def test_logs_of_another_run_are_refused(tmp_path, capsys, monkeypatch):
 # --- devices, help, requirements
 
 
+@pytest.mark.slow
 def test_every_core_is_a_device_unless_the_user_says_otherwise():
     code = """
 import sys, jax, evaluate

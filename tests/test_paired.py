@@ -137,6 +137,7 @@ def test_regret_by_hand():
     assert 0 < clipped < 5
 
 
+@pytest.mark.slow
 def test_regret_of_a_cycle_rewards_the_last_step():
     """The teacher's rewards are the regret by hand of what the students played, then the end."""
     _, _, records, _, metrics = recorded()
@@ -150,6 +151,7 @@ def test_regret_of_a_cycle_rewards_the_last_step():
     assert metrics["regret"] == pytest.approx(expected.mean(), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_teacher_does_not_bootstrap():
     """Its advantages are a plain loop's with its own gamma and lambda, and none after the end."""
     [(reward, value, _, _, advantage)] = recorded()[2]["teacher"]
@@ -162,6 +164,7 @@ def test_teacher_does_not_bootstrap():
             assert advantage[t, n] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_statistics_of_a_cycle_are_of_first_episodes():
     """Of each student, by a plain loop."""
     _, _, records, _, metrics = recorded()
@@ -177,6 +180,7 @@ def test_statistics_of_a_cycle_are_of_first_episodes():
 # --- what the students are shown
 
 
+@pytest.mark.slow
 def test_students_play_the_same_designs_from_zero_state():
     """At the start of every episode V is that of a zero state on the first view of the design."""
     before, levels, records, _, metrics = recorded()
@@ -242,6 +246,7 @@ def moved(before, after):
     return max(np.abs(a - b).max() for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_each_learns_with_its_own_lr():
     program, floats, _ = compiled_cycle()
     state = initial_state()
@@ -265,6 +270,7 @@ def test_teacher_has_its_own_entropy_coefficient():
             assert m[who + "total_loss"] == pytest.approx(total - c * m[who + "entropy"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_row_of_a_sweep_equals_solo():
     """Two seeds with swept floats at once, and each alone."""
     program, floats, _ = compiled_cycle()
@@ -289,6 +295,7 @@ def test_row_of_a_sweep_equals_solo():
 # --- modes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode, students, prefixes, cores", [
     ("population", 3, ["", "student_1_", "student_2_"], ("none", "s5")),
     ("minimax", 1, [""], ("gru", "none"))])

@@ -376,6 +376,7 @@ def test_ages_of_a_long_run_do_not_overflow():
     assert stats["buffer_age"] == pytest.approx(age.mean(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_levels_are_drawn_with_replacement_from_p(serial):
     state = serial[-1].after
     sample = inner(program(plr)[0].update, "sample_replay")
@@ -651,6 +652,7 @@ def test_learnability_and_oracle_regret_are_of_first_episodes():
     assert close(stats["solve_rate"], first.mean()) and abs(first.mean() - p) < 0.02
 
 
+@pytest.mark.slow
 def test_levels_are_written_with_the_score_that_was_chosen(parallel):
     cycle, config = parallel[-1], plr.Config(**SMALL | PARALLEL)
     batch, level, last = cycle.batch, cycle.entries.level, np.zeros(cycle.batch.done.shape[1])
@@ -726,6 +728,7 @@ def test_scores_and_buffer_of_a_training(serial):
     assert max(cycle.entries.max_return.max() for cycle in serial) > 0.5
 
 
+@pytest.mark.slow
 def test_scores_and_buffer_of_a_parallel_training(parallel):
     follow(parallel, **PARALLEL)
 
@@ -751,6 +754,7 @@ def test_robust_learns_on_replay_cycles_only(serial):
     assert serial[-1].metrics["rollouts"] == len(serial)
 
 
+@pytest.mark.slow
 def test_plain_plr_learns_on_every_cycle():
     history = play(plr, 6, robust=False)
     assert {replayed(cycle) for cycle in history} == {False, True}
@@ -771,6 +775,7 @@ def check_logged(cycle, name, block):
     assert logged == pytest.approx(expected, abs=1e-5, nan_ok=True)
 
 
+@pytest.mark.slow
 def test_fresh_and_replayed_levels_are_logged_apart(serial, parallel):
     assert len({x.metrics["train_solve_rate"].item() for x in parallel}) > 3
     n, nothing = SMALL["num_envs"], slice(0)
@@ -792,6 +797,7 @@ def check_fresh_levels_shown(module, history, **changes):
         assert names(cycle.entries.level)[: len(fresh)] == fresh and len(set(fresh)) > 1
 
 
+@pytest.mark.slow
 def test_show_gives_fresh_levels_as_the_next_update_draws_them(parallel):
     check_fresh_levels_shown(plr, parallel[4:], **PARALLEL)
 
@@ -867,11 +873,13 @@ def check_an_empty_buffer(module, blocks, **changes):
     check_logged(warm, "replay", slice(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_an_empty_buffer_is_not_replayed(blocks):
     check_an_empty_buffer(plr, blocks, **(PARALLEL if blocks > 1 else {}))
 
 
+@pytest.mark.slow
 def test_a_buffer_in_which_nothing_ever_ends_is_not_replayed():
     state = initial(plr, 0, num_steps=1)
     for cycle in play(plr, 6, state, dict(replay_prob=1.0), num_steps=1):
@@ -888,6 +896,7 @@ def test_a_buffer_in_which_nothing_ever_ends_is_not_replayed():
 # --- parallel mode
 
 
+@pytest.mark.slow
 def test_parallel_plays_fresh_and_replayed_levels_together(parallel):
     n = SMALL["num_envs"]
     for i, cycle in enumerate(parallel):
@@ -899,6 +908,7 @@ def test_parallel_plays_fresh_and_replayed_levels_together(parallel):
         assert equal(opens.direction, np.repeat(cycle.entries.level.agent_dir, 2))
 
 
+@pytest.mark.slow
 def test_parallel_robust_learns_nothing_while_cold(parallel):
     assert list(map(learned, parallel)) == [False] + [True] * 11
     assert parallel[-1].metrics["grad_updates"] == 11
@@ -919,6 +929,7 @@ def other_levels(state):
     return state.replace(buffer=buffer._replace(level=jax.tree.map(roll, buffer.level)))
 
 
+@pytest.mark.slow
 def test_parallel_robust_learns_from_the_replayed_block_only(parallel):
     cycle = program(plr, **PARALLEL)[1]
     base, n = parallel[5], SMALL["num_envs"]
@@ -934,6 +945,7 @@ def test_parallel_robust_learns_from_the_replayed_block_only(parallel):
         assert learned_from(x, slice(2 * n, None)) and not learned_from(x, slice(None))
 
 
+@pytest.mark.slow
 def test_parallel_plain_learns_from_the_second_block_only_and_also_while_cold():
     changes, n = PARALLEL | dict(robust=False), SMALL["num_envs"]
     history = play(plr, 4, **changes)
@@ -961,6 +973,7 @@ def learning_columns(module, **changes):
     return set(shapes)
 
 
+@pytest.mark.slow
 def test_columns_that_are_scored_and_learned_from():
     assert learning_columns(plr) == {4}
     assert learning_columns(plr, num_envs=1, num_evals=2, buffer_size=4) == {2}
@@ -983,6 +996,7 @@ def vmapped():
     return jax.jit(train, compiler_options=FAST)(rngs)
 
 
+@pytest.mark.slow
 def test_a_row_of_many_trainings_equals_the_training_alone(vmapped):
     state, metrics = vmapped
     for seed in (0, 5):
@@ -995,6 +1009,7 @@ def test_a_row_of_many_trainings_equals_the_training_alone(vmapped):
             assert close(x[seed], [cycle.metrics[name] for cycle in alone]), name
 
 
+@pytest.mark.slow
 def test_all_seeds_have_one_schedule(vmapped):
     counts = np.asarray(vmapped[1]["grad_updates"])
     assert 0 < counts[0, -1] < SMALL["num_updates"] - 2
@@ -1045,6 +1060,7 @@ def command_line(module, at_once=None, **changes):
         return update(2).lower(2, rows, jax.eval_shape(init, 0, rows, None)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lower, changes", [
     (trainings, {}), (command_line, {}), (command_line, dict(at_once=4)),
     (trainings, dict(parallel=True))])  # fmt: skip
@@ -1056,12 +1072,14 @@ def swept_replay_prob(rng, replay_prob):
     return plr.make_train(plr.Config(**SMALL | dict(replay_prob=replay_prob)))(rng)
 
 
+@pytest.mark.slow
 def test_a_predicate_that_differs_by_row_would_not_skip_learning():
     rngs = jax.random.split(jax.random.key(0), 8)
     lowered = jax.jit(jax.vmap(swept_replay_prob)).lower(rngs, jnp.linspace(0, 1, 8))
     assert products(lowered) == {ACTS, LEARNS_ALWAYS}
 
 
+@pytest.mark.slow
 def test_a_swept_replay_prob_gives_the_same_results():
     values = np.float32([0, 0.5, 1])
     rngs = jax.vmap(jax.random.key)(jnp.array([0, 0, 3]))
@@ -1086,6 +1104,7 @@ def sweeps_and_batches(module, **changes):
     jax.eval_shape(jax.vmap(partial(train.update, steps=2)), states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, dict(parallel=True)])
 def test_every_float_can_be_swept_and_every_state_batched(changes):
     sweeps_and_batches(plr, **changes)

@@ -58,6 +58,7 @@ def train(path, *args):
     return rows
 
 
+@pytest.mark.slow
 def test_a_new_score(tmp_path):
     path = hack(SCORE, tmp_path)
     module = load(path)
@@ -75,6 +76,7 @@ def test_a_new_score(tmp_path):
     assert int(rows[-1]["grad_updates"]) > 0 and float(rows[-1]["buffer_fill"]) > 0
 
 
+@pytest.mark.slow
 def test_another_student(tmp_path):
     path = hack(STUDENT, tmp_path)
     module = load(path)
@@ -95,6 +97,7 @@ def test_another_student(tmp_path):
     train(path)
 
 
+@pytest.mark.slow
 def test_a_new_level_generator(tmp_path):
     path = hack(LEVELS, tmp_path)
     walls = {float(row["walls"]) for row in train(path, "--rnn", "none")}
@@ -103,6 +106,7 @@ def test_a_new_level_generator(tmp_path):
         (tmp_path / "run" / "logs.csv").open()))
 
 
+@pytest.mark.slow
 def test_the_maze_alone():
     [code] = [x for x in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "picture" in x]
     found = {}

@@ -205,6 +205,7 @@ def whole(tmp, train):
     return tmp / "whole"
 
 
+@pytest.mark.slow
 def test_what_a_run_writes(whole):
     found = {path.relative_to(whole).as_posix() for path in contents(whole)}
     files = {"config.json", "logs.csv", "checkpoint.msgpack", "curves.png"}
@@ -220,6 +221,7 @@ def test_what_a_run_writes(whole):
     assert {len(x) for x in leaves(checkpoint).values()} == {2}
 
 
+@pytest.mark.slow
 def test_logs(whole):
     with open(whole / "logs.csv", newline="") as file:
         reader = csv.DictReader(file)
@@ -239,6 +241,7 @@ def test_logs(whole):
     assert np.mean(solved[-40:]) > np.mean(solved[:40]) + 0.1  # it learns
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp, whole, launch, train):
     folder, args = tmp / "killed", LONG
     for update in (100, 300):
@@ -260,6 +263,7 @@ def stopped(tmp, launch):
     return folder, args, said
 
 
+@pytest.mark.slow
 def test_signals_stop_after_the_chunk(tmp, stopped):
     folder, args, said = stopped
     assert args == ["--resume", "--out", str(folder)]
@@ -271,6 +275,7 @@ def test_signals_stop_after_the_chunk(tmp, stopped):
     assert (folder / "levels" / f"update_{steps[0]}.png").exists()
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_equals_uninterrupted(tmp, stopped, whole, train):
     folder = shutil.copytree(stopped[0], tmp / "resumed")
     train("--resume", "--out", folder, "--checkpoint-interval", 500)
@@ -281,6 +286,7 @@ def test_stopped_and_resumed_equals_uninterrupted(tmp, stopped, whole, train):
     assert table(folder) == table(whole) and contents(folder).keys() == before.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["checkpoint.msgpack", "logs.csv"])
 def test_a_full_disk_leaves_the_last_checkpoint(tmp, stopped, call, train, whole, file):
     """Files may not grow beyond a size, as if the disk were full."""
@@ -303,6 +309,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp, stopped, call, train, whole
         assert_equal(folder, whole)
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on(tmp, layouts, train):
     """It equals one that was this long from the start, but that it was evaluated at its old end."""
     folder, longer = tmp / "longer", layouts("dr")
@@ -420,6 +427,7 @@ def test_bad_value_in_a_process(tmp, call):
     assert not (tmp / "bad").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_a_run_is_not_touched(monkeypatch, capsys, whole):
     before = contents(whole)
     status, line = say(monkeypatch, capsys, *LONG, "--out", whole)
@@ -437,6 +445,7 @@ def test_out_cannot_be_made(monkeypatch, capsys, tmp_path):
     assert (tmp_path / "file").read_text() == "precious"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args, field", [
     ("--num-envs 4", "num_envs = 4"),
     ("--rnn gru", "rnn = 'gru'"),
@@ -456,6 +465,7 @@ def test_resume_refuses_another_run(monkeypatch, capsys, whole, args, field):
     assert "as in the run to resume" in line and contents(whole) == before
 
 
+@pytest.mark.slow
 def test_an_annealed_run_does_not_go_on(monkeypatch, capsys, tmp_path, whole):
     """Its learning rate went down over the updates that it was made for; the line says so."""
     stored = json.loads((whole / "config.json").read_text()) | {"anneal_lr": True}
@@ -465,6 +475,7 @@ def test_an_annealed_run_does_not_go_on(monkeypatch, capsys, tmp_path, whole):
     assert "anneal" in line
 
 
+@pytest.mark.slow
 def test_resume_takes_the_fields_of_the_run(whole):
     asked = dr.parse([*LONG, "--out", str(whole)])
     resumed = dr.parse(["--resume", "--out", str(whole)])
@@ -479,6 +490,7 @@ def test_resume_takes_the_fields_of_the_run(whole):
         assert resumed == replace(asked, **changes, num_updates=longer)
 
 
+@pytest.mark.slow
 def test_resume_needs_a_run(monkeypatch, capsys, tmp_path, whole):
     for args in ([], ["--out", tmp_path / "none"], ["--out", tmp_path]):
         status, line = say(monkeypatch, capsys, "--resume", *args)
@@ -502,6 +514,7 @@ def test_help_shows_the_docstring_as_it_stands(monkeypatch, capsys, name):
 # --- rows: seeds, groups, sweeps
 
 
+@pytest.mark.slow
 def test_archives(layouts):
     four = layouts("dr")
     names = [f"checkpoint_{i}.msgpack" for i in (4, 8, 12)]
@@ -512,6 +525,7 @@ def test_archives(layouts):
     assert (four / names[-1]).read_bytes() == (four / "checkpoint.msgpack").read_bytes()
 
 
+@pytest.mark.slow
 def test_groups_equal_all_at_once(tmp, layouts, train):
     four, folder = layouts("dr"), tmp / "groups"
     train(*FOUR, "--seeds-at-once", 2, "--out", folder, devices=4)
@@ -530,6 +544,7 @@ def sweep(tmp, train):
     return tmp / "sweep"
 
 
+@pytest.mark.slow
 def test_sweep(tmp, sweep, train):
     points = [(lr, ent_coef) for lr in (1e-2, 1e-3) for ent_coef in (0, 0.1)]
     expected = [(seed, *point) for point in points for seed in (0, 1)]
@@ -544,6 +559,7 @@ def test_sweep(tmp, sweep, train):
     assert_equal(again, sweep)
 
 
+@pytest.mark.slow
 def test_default_folders_and_rows_equal_solo_runs(tmp, sweep, train):
     (tmp / "home").mkdir()
     for seed, name in ((0, "dr-1"), (1, "dr-2")):
@@ -571,6 +587,7 @@ def test_points_of_a_sweep():
     assert dr.make_rows(dr.Config(seeds=2)) == [{"seed": 0}, {"seed": 1}]
 
 
+@pytest.mark.slow
 def test_divergence(tmp, layouts, train):
     """A training that has diverged is named once, logs nan, and the others go on."""
     folder = tmp / "diverged"
@@ -585,6 +602,7 @@ def test_divergence(tmp, layouts, train):
         assert float(row["walls"]) > 0
 
 
+@pytest.mark.slow
 def test_all_trainings_diverge(tmp, call):
     """After a checkpoint, which stays."""
     lr = "lr = config.lr * "
@@ -657,6 +675,7 @@ def layouts(tmp, launch, train, pool):
     return layouts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant, layout", [(k, x) for k, v in VARIANTS.items() for x in v[2]])
 def test_any_devices_give_the_training_of_one(layouts, variant, layout):
     one, folder = layouts(variant), layouts(variant, layout)
@@ -668,6 +687,7 @@ def test_any_devices_give_the_training_of_one(layouts, variant, layout):
     assert max(learnt) > 0 and (variant not in ("plr", "accel") or max(learnt) < 12)
 
 
+@pytest.mark.slow
 def test_resumed_with_levels_over_devices_bit_for_bit(tmp, layouts, train):
     folder = rewind(layouts("dr", "4 levels"), tmp / "levels_again", 4)
     train("--resume", "--out", folder, devices=4)
@@ -703,6 +723,7 @@ def test_what_is_dealt(monkeypatch, args, expected):
         assert str(error).startswith(expected) and "allowed" in expected
 
 
+@pytest.mark.slow
 def test_every_core_is_a_device(tmp, launch, pool):
     """On a CPU, unless the user says otherwise."""
     cores = sorted(os.sched_getaffinity(0))
@@ -738,6 +759,7 @@ def start_together(launch, *args, **options):
     return [one(0), one(1)]
 
 
+@pytest.mark.slow
 def test_one_of_two_processes_is_stopped_or_dies(tmp, launch):
     """A signal to one stops both after the chunk; where one is killed, the other ends."""
     folder = tmp / "torn"
@@ -764,6 +786,7 @@ def test_one_of_two_processes_is_stopped_or_dies(tmp, launch):
     assert status == 128 + signal.SIGTERM and load(folder)["step"] > step, err
 
 
+@pytest.mark.slow
 def test_what_one_of_two_processes_refuses_ends_both(tmp, launch, whole):
     """The folder is taken, which only the process that writes it finds out."""
     before = contents(whole)
@@ -774,6 +797,7 @@ def test_what_one_of_two_processes_refuses_ends_both(tmp, launch, whole):
     assert contents(whole) == before
 
 
+@pytest.mark.slow
 def test_distributed_without_a_cluster(tmp, call, pool):
     values = "auto", "127.0.0.1:1", "127.0.0.1:1,2,2", "127.0.0.1:1,2", "127.0.0.1:1,two,0"
     run = lambda value: call(*TINY, "--distributed", value, "--out", tmp / "nowhere")
@@ -796,6 +820,7 @@ def copy(tmp, name, changes, script="dr.py"):
     return tmp / f"{name}.py"
 
 
+@pytest.mark.slow
 def test_a_new_float_is_swept(tmp, layouts, train):
     """It is a field of Config, used in rollout; nothing else tells of it."""
     act = "action, log_prob, value = act(params, memory, obs, is_first, "
@@ -833,6 +858,7 @@ def make_train("""
     assert [float(row["walls"]) for row in table(folder)] == [4.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grad_updates", "rollouts"])
 def test_a_metric_is_missing(tmp, call, name):
     """Of those that the command line needs: one line, before anything is compiled or written."""
@@ -864,6 +890,7 @@ def wandb_records(path):
             record = b""
 
 
+@pytest.mark.slow
 def test_track_wandb(tmp, sweep, train):
     """A run for each row, in a group, with its configuration and its rows of logs.csv."""
     folder = tmp / "tracked"

@@ -75,6 +75,7 @@ def assert_close(a, b, tol=1e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tol, atol=tol), a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["after", "before", "none"])
 def test_learning_acting_and_float64_numpy_agree(norm):
     params, carry, xs = example(norm)
@@ -89,6 +90,7 @@ def test_learning_acting_and_float64_numpy_agree(norm):
     assert_close((x, jnp.concatenate(acted)), expected)
 
 
+@pytest.mark.slow
 def test_gradients_equal_those_of_the_sequential_form():
     """Along random directions in parameters, carry and inputs, by central differences."""
     params, carry, xs = example()
@@ -189,6 +191,7 @@ def test_initial_values():
     assert abs(quantile - (np.arange(256) + 0.5) / 256).max() < 0.1  # Kolmogorov-Smirnov, p ~ 0.01
 
 
+@pytest.mark.slow
 def test_long_sequences_stay_finite():
     """Values and gradients over 4,096 steps, even where learning pushed eigenvalues over zero."""
     net = s5.S5(**LONG)
@@ -209,6 +212,7 @@ def test_long_sequences_stay_finite():
         assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(run(p)))
 
 
+@pytest.mark.slow
 def test_state_carried_over_chunks_equals_one_long_pass():
     params, carry, xs = example()
     last, ys = apply["after"](params, carry, xs, is_first())
@@ -219,6 +223,7 @@ def test_state_carried_over_chunks_equals_one_long_pass():
     assert_close((x, jnp.concatenate(parts)), (last, ys))
 
 
+@pytest.mark.slow
 def test_a_batch_of_seeds_equals_each_seed_alone():
     """Initialisation, values and gradients under vmap, parameters and all."""
     net = s5.S5(**SIZES, n_layers=1)

@@ -104,6 +104,7 @@ def test_scoring_counts_as_steps_of_the_environment():
     assert 0 <= after.more_steps < batch < length.sum()
 
 
+@pytest.mark.slow
 def test_an_episode_is_played_on_each_level_and_its_length_told():
     """By MiniGrid's reward, 1 - 0.9 n / max_steps for the goal after n steps."""
     play = inner(sfl.make_train(SMALL).update, "cycle", "score_candidates", "play")
@@ -173,6 +174,7 @@ def test_solve_rates_of_random_and_buffer_levels_are_logged_apart():
     assert close(row["fresh_walls"], walls[N // 2 :].mean())
 
 
+@pytest.mark.slow
 def test_show_gives_the_random_levels_of_the_next_update_and_the_buffer():
     before = history()[0][1]
     shown = fast(sfl.make_train(SMALL).show)(before)
@@ -187,6 +189,7 @@ def test_show_gives_the_random_levels_of_the_next_update_and_the_buffer():
 # --- many seeds at once, configuration
 
 
+@pytest.mark.slow
 def test_updates_of_many_seeds_skip_the_scoring():
     train = jax.vmap(sfl.make_train(SMALL))
     lowered = jax.jit(train).lower(jax.random.split(SEED, 8))
@@ -194,6 +197,7 @@ def test_updates_of_many_seeds_skip_the_scoring():
     assert test_plr.products(lowered) == {acts, acts_in_branch, learns}
 
 
+@pytest.mark.slow
 def test_a_row_of_many_trainings_equals_the_training_alone():
     rngs = jax.random.split(SEED, 3)
     states, metrics = fast(jax.vmap(sfl.make_train(SMALL)))(rngs)
@@ -204,6 +208,7 @@ def test_a_row_of_many_trainings_equals_the_training_alone():
         assert close(metrics[name][1], x, 1e-3), name
 
 
+@pytest.mark.slow
 def test_every_float_can_be_swept():
     swept = {name: jnp.linspace(0.1, 0.9, 3) for name in sfl.FLOATS}
     train = lambda rng, floats: sfl.make_train(replace(SMALL, **floats))(rng)
