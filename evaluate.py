@@ -655,6 +655,6 @@ if __name__ == "__main__":
 # What `uv run` installs
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["jax>=0.10", "jaxlib>=0.10", "flax>=0.12", "optax>=0.2.5", "distrax>=0.1.7",
+# dependencies = ["jax>=0.10", "jaxlib>=0.10", "flax>=0.12", "optax>=0.2.5", "distrax>=0.1.8",
 #                 "numpy>=2.0", "matplotlib>=3.9", "tyro>=0.9", "tqdm>=4.66"]
 # ///

@@ -34,7 +34,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_origin
 
@@ -689,7 +689,7 @@ def choose_devices(config, num_rows):
 
 def make_programs(config, num_rows, devices, shard):
     """init, update(steps) and show of all rows, (step, rows [R], states [R, ...]) -> states, what
-    is shown [R, ...], and their sharding."""
+    is shown [R, ...], and their sharding. Each is traced once, and so for given steps."""
     shares = len(devices) if shard == "levels" else 1
     spec = PartitionSpec() if shard == "levels" else PartitionSpec("devices")
     sharding = NamedSharding(Mesh(devices, ("devices",)), spec)
@@ -711,11 +711,12 @@ def make_programs(config, num_rows, devices, shard):
             return jax.lax.map(lambda x: of_row(step, *x), (rows, states), batch_size=at_once)
 
         specs = dict(in_specs=(PartitionSpec(), spec, spec), out_specs=spec, check_vma=False)
-        return jax.jit(jax.shard_map(of_rows, mesh=sharding.mesh, **specs), **options)
+        sharded = jax.shard_map(of_rows, mesh=sharding.mesh, **specs)
+        return jax.jit(sharded, out_shardings=sharding, **options)
 
     init = program(lambda train, seed, _: (train.init(jax.random.key(seed)), ()))
     show = program(lambda train, _, state: (None, train.show(state)))
-    update = lambda n: program(lambda train, _, state: train.update(state, n), donate_argnums=2)
+    update = cache(lambda n: program(lambda train, _, x: train.update(x, n), donate_argnums=2))
     return init, update, show, sharding
 
 
@@ -791,13 +792,14 @@ def run(config):
     say = tqdm.write if first else lambda line: None  # above the progress bar
     devices, shard = choose_devices(config, len(rows))
     init, update, show, sharding = make_programs(config, len(rows), devices, shard)
-    table = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    table = jax.device_put({k: np.array([row[k] for row in rows]) for k in rows[0]}, sharding)
     state = jax.eval_shape(init, 0, table, None)[0]
-    for name in {"grad_updates", "rollouts"} - jax.eval_shape(update(1), 0, table, state)[1].keys():
+    metrics = jax.eval_shape(update(config.log_interval), 0, table, state)[1]
+    for name in {"grad_updates", "rollouts"} - metrics.keys():
         raise BadConfig(f"make_train's metrics: {name} is missing, which logs.csv needs")
     folder, last = open_run(config)
-    table, step, seconds = jax.device_put(table, sharding), last["step"], last["seconds"]
-    saved = last["state"] and serialization.from_state_dict(state, last["state"])
+    step, seconds, saved = last["step"], last["seconds"], last["state"]
+    saved = saved and serialization.from_state_dict(state, saved)
     state = jax.device_put(saved or init(0, table, None)[0], sharding)
     trackers = []
     for i, row in enumerate(rows if config.track and first else []):
@@ -931,6 +933,6 @@ if __name__ == "__main__":
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["jax>=0.10", "jaxlib>=0.10", "flax>=0.12", "optax>=0.2.5", "distrax>=0.1.7",
+# dependencies = ["jax>=0.10", "jaxlib>=0.10", "flax>=0.12", "optax>=0.2.5", "distrax>=0.1.8",
 #                 "numpy>=2.0", "matplotlib>=3.9", "tyro>=0.9", "tqdm>=4.66"]
 # ///

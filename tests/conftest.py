@@ -1,2 +1,14 @@
+"""XLA compiles for the tests as fast as it can, unless XLA_FLAGS is set: most of what they compile
+runs for less time than that takes. What runs longer asks for level 3."""
+
+import os
+from importlib.metadata import version
+
+FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if version("jaxlib") < "0.11":  # later ones have one kind of emitters, and not this flag
+    FLAGS += " --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("XLA_FLAGS", FLAGS)  # before JAX is imported
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: left out of a quick look after a change")

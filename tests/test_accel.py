@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import test_plr
 from test_plr import (
-    ACTS, FAST, LEARNS_IN_BRANCH, MODES, SMALL, K, T, check_an_empty_buffer,
+    ACTS, LEARNS_IN_BRANCH, MODES, SMALL, K, T, check_an_empty_buffer,
     check_fresh_levels_shown, check_logged, close,
     command_line, contents, defaults, equal, first_replay_of, follow_random_batches,
     gradient_updates, initial, inner, learned, learned_from, learning_columns,
@@ -84,7 +84,7 @@ def test_children_are_scored_and_written_as_fresh_levels_are(serial):
         batch, advantage, _, _, best = calls["level_outcomes"]
         return after.buffer, stats, calls["write_buffer"][1], (batch, advantage, best)
 
-    spied = jax.jit(spied, compiler_options=FAST)
+    spied = jax.jit(spied)
     slot = jnp.array([0, 0, 5, 7])
     buffer = before.buffer
     parents = jax.tree.map(lambda x: x[slot], (buffer.level, buffer.mutations, buffer.origin))

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections import Counter
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import jax
@@ -35,6 +35,8 @@ PUBLISHED = {
     "TrivialMaze3": (250, 14, 17), "NineRooms": (450, 20, 24), "NineRoomsFewerDoors": (450, 34, 42),
     "MiniMaze": (72, 10, 15), "MediumMaze": (200, 17, 25)}
 
+optimised = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
+
 
 def host(tree):
     """The tree as NumPy arrays."""
@@ -48,7 +50,7 @@ def row(tree, i):
 
 @lru_cache(maxsize=None)
 def batch_sampler(n_walls, height, width):
-    return jax.jit(jax.vmap(lambda rng: amaze.sample_level(rng, n_walls, height, width)))
+    return optimised(jax.vmap(lambda rng: amaze.sample_level(rng, n_walls, height, width)))
 
 
 def keys(seed, count):
@@ -59,7 +61,7 @@ def random_levels(seed, count, n_walls=60, height=13, width=13):
     return batch_sampler(n_walls, height, width)(keys(seed, count))
 
 
-solve_batch = jax.jit(jax.vmap(amaze.solve))
+solve_batch = optimised(jax.vmap(amaze.solve))
 
 
 def graph_of(level):
@@ -472,7 +474,7 @@ def test_malformed_text(text, message):
 
 @lru_cache(maxsize=None)
 def sampled(name, count):
-    return host(jax.jit(jax.vmap(amaze.TEST_MAZES[name].sample))(keys(10, count)))
+    return host(optimised(jax.vmap(amaze.TEST_MAZES[name].sample))(keys(10, count)))
 
 
 def minigrid_resets(env, count):

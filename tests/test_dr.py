@@ -28,12 +28,7 @@ SMALL = dr.Config(
     rnn="none", hidden_size=16, height=5, width=5, n_walls=6, max_steps=5, num_envs=4, num_evals=2,
     num_steps=16, update_epochs=2, num_minibatches=2, num_updates=5, lr=1e-2, gamma=0.9,
     eval_interval=0, eval_suite="TrivialMaze", eval_episodes=2)  # fmt: skip
-FAST = {"xla_backend_optimization_level": 0}  # a third of the time to compile
 SEED = jax.random.key(0)
-
-
-def fast(function):
-    return jax.jit(function, compiler_options=FAST)
 
 
 def inner(function, *names):
@@ -63,7 +58,7 @@ def numbers(tree):
 def program(function, config=SMALL):
     """`init`, or `update` of a number of steps, compiled."""
     train = dr.make_train(config)
-    return fast(train.init if function == "init" else lambda state: train.update(state, function))
+    return jax.jit(train.init if function == "init" else lambda state: train.update(state, function))
 
 
 def start(config=SMALL):
@@ -86,7 +81,7 @@ def make_network(rnn, size=16):
     """A network, and its parameters with noise so that no output is close to 0."""
     network = dr.ActorCritic(dr.make_core(rnn, size, 2, "after"))
     inputs = random_inputs(1, 1)
-    params = fast(network.init)(SEED, network.core.initial_carry(1), *inputs)
+    params = jax.jit(network.init)(SEED, network.core.initial_carry(1), *inputs)
     flat, unravel = ravel_pytree(params)
     return network, unravel(flat + 0.2 * jax.random.normal(SEED, flat.shape))
 
@@ -98,7 +93,7 @@ def run_network(network):
         carry, policy, value = network.apply(*inputs)
         return carry, jax.nn.log_softmax(policy.logits), value
 
-    return fast(apply)
+    return jax.jit(apply)
 
 
 @pytest.mark.slow
@@ -194,10 +189,10 @@ def test_lstm_and_its_gradient_equal_flax_and_autodiff(I):
 
         return jax.grad(function, (0, 1, 2, 3), has_aux=True)
 
-    by_hand, autodiff = fast(with_gradient(dr.lstm)), fast(with_gradient(flax_lstm))
+    by_hand, autodiff = jax.jit(with_gradient(dr.lstm)), jax.jit(with_gradient(flax_lstm))
     rows = [core_inputs(4, seed, I=I) for seed in range(3)]
     rows = [(carry, x, w, b, is_first) for carry, x, is_first, w, b in rows]
-    together = fast(jax.vmap(with_gradient(dr.lstm)))(*jax.tree.map(lambda *x: np.stack(x), *rows))
+    together = jax.jit(jax.vmap(with_gradient(dr.lstm)))(*jax.tree.map(lambda *x: np.stack(x), *rows))
     for i, row in enumerate(rows):
         expected = autodiff(*row)
         assert close(by_hand(*row), expected)
@@ -252,7 +247,7 @@ def test_initialisation(rnn, gates):
     H = 64
     network = dr.ActorCritic(dr.make_core(rnn, H, 2, "after"))
     inputs = network.core.initial_carry(1), *random_inputs(1, 1)
-    params = fast(network.init)(SEED, *inputs)["params"]
+    params = jax.jit(network.init)(SEED, *inputs)["params"]
     square = lambda x: x.T @ x if len(x) >= x.shape[1] else x @ x.T
     scaled = lambda x, scale: close(square(x), scale**2 * np.eye(min(x.shape)), 1e-5)
     assert scaled(params["conv"]["kernel"], 2**0.5)
@@ -458,7 +453,7 @@ def test_annealed_lr_and_adam_by_hand():
     cycle = inner(dr.make_train(config).update, "cycle")
     loss = inner(cycle, "learn", "loss")
 
-    @fast
+    @jax.jit
     def gradient(state):
         rngs = inner(cycle, "cycle_rngs")(state)
         queue = inner(cycle, "choose_levels")(rngs[0])
@@ -499,8 +494,8 @@ def test_rollout():
     cycle = inner(dr.make_train(config).update, "cycle")
     choose, play = inner(cycle, "choose_levels"), inner(cycle, "rollout")
     network, params = inner(cycle, "rollout", "act", "network"), start(config).student.params
-    queue = fast(choose)(SEED)
-    batch, last_value = fast(play)(jax.random.key(1), params, queue)
+    queue = jax.jit(choose)(SEED)
+    batch, last_value = jax.jit(play)(jax.random.key(1), params, queue)
     T, B, K = 16, 12, len(queue.agent_dir[0])
     batch = jax.tree.map(np.asarray, batch)
     assert batch.action.shape == (T, B) and K == 4
@@ -559,7 +554,7 @@ def test_evaluation_equals_a_plain_loop():
 
     play = inner(evaluate, "play")
     swap(play, "act", lambda params, memory, obs, *_: (memory, choose(obs), None, None))
-    found = fast(evaluate)(SEED, start().student)[1]
+    found = jax.jit(evaluate)(SEED, start().student)[1]
     levels = amaze.sample_mazes(jax.random.split(SEED)[0], mazes, count)
     first = jax.jit(jax.vmap(amaze.reset))(*levels)
     step = jax.jit(lambda obs, state: amaze.step(state, choose(obs)))
@@ -594,7 +589,7 @@ def path_length(walls, agent, goal):
 def test_show_gives_the_levels_of_the_next_update():
     state = start()
     config = replace(SMALL, n_walls=12)
-    show = fast(dr.make_train(config).show)
+    show = jax.jit(dr.make_train(config).show)
     shares = []
     for _ in range(3):
         levels, captions = show(state)["random levels"]
@@ -664,7 +659,7 @@ def sweep():
     rngs = jnp.stack([rng for rng, _ in rows.values()])
     floats = jax.tree.map(lambda *x: jnp.array(x), *(floats for _, floats in rows.values()))
     train = lambda rng, floats: dr.make_train(replace(TESTED, **floats))(rng)
-    state, metrics = fast(jax.vmap(train))(rngs, floats)
+    state, metrics = jax.jit(jax.vmap(train))(rngs, floats)
     together = numbers((state, metrics))
     return rows, {name: jax.tree.map(lambda x: x[i], together) for i, name in enumerate(rows)}
 
@@ -681,7 +676,7 @@ def test_a_vmapped_row_equals_the_solo_run(seed):
 
 @cache
 def traced():
-    return fast(lambda rng, floats: dr.make_train(replace(TESTED, **floats))(rng))
+    return jax.jit(lambda rng, floats: dr.make_train(replace(TESTED, **floats))(rng))
 
 
 @pytest.mark.slow
@@ -724,8 +719,8 @@ def test_a_new_float_can_be_swept(tmp_path):
     before = copy.RunnerState(before.rng, before.step, copy.Agent(*before.student))
     update = lambda price: copy.make_train(replace(config, price=price)).update(before, 1)
     prices = jnp.array([0.0, 0.01])
-    in_turn = fast(lambda prices: jax.lax.map(update, prices))(prices)
-    at_once = fast(jax.vmap(update))(prices)
+    in_turn = jax.jit(lambda prices: jax.lax.map(update, prices))(prices)
+    at_once = jax.jit(jax.vmap(update))(prices)
     assert close(numbers(in_turn), numbers(at_once))
     state, metrics = program(1)(start())
     params = lambda state: ravel_pytree(state.student.params)[0]
@@ -742,7 +737,7 @@ SHARDED = """
 import jax, numpy as np
 from jax.sharding import Mesh, PartitionSpec
 import dr
-from test_dr import FAST, SEED, SMALL, close, numbers
+from test_dr import SEED, SMALL, close, numbers
 
 before, after = ([*np.load(name).values()] for name in ("before.npz", "after.npz"))
 train = dr.make_train(SMALL, 2)
@@ -755,7 +750,7 @@ def update(leaves):
 
 mesh, each = Mesh(jax.devices(), ("devices",)), PartitionSpec("devices")
 specs = dict(in_specs=PartitionSpec(), out_specs=each, check_vma=False)
-found = jax.jit(jax.shard_map(update, mesh=mesh, **specs), compiler_options=FAST)(before)
+found = jax.jit(jax.shard_map(update, mesh=mesh, **specs))(before)
 for one, two in zip(found, after, strict=True):
     assert one.shape == (2, *two.shape) and close(one[0], two, 1e-5)
     assert np.array_equal(*one, equal_nan=True), "the devices differ"
@@ -768,7 +763,7 @@ def test_an_update_on_two_devices_is_that_of_one(tmp_path):
     """To rounding; and the devices agree bit for bit. Of copies, minibatches and all."""
     for name, tree in {"before": start(), "after": program(1)(start())}.items():
         np.savez(tmp_path / name, *jax.tree.leaves(numbers(tree)))
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
     options = dict(env=env, cwd=tmp_path, capture_output=True, text=True)

@@ -25,7 +25,6 @@ SMALL = Config(
     teacher_gamma=0.9, teacher_gae_lambda=0.7, lr=1e-2, teacher_lr=1e-2, eval_interval=0,
 )  # fmt: skip
 DESIGN_STEPS = SMALL.n_walls + 2
-FAST = {"xla_backend_optimization_level": 0}  # a third of the time to compile
 
 
 def host(tree):
@@ -44,7 +43,7 @@ def part(train, name):
 
 @lru_cache(maxsize=None)
 def compiled_init():
-    return jax.jit(make_train(SMALL).init, compiler_options=FAST)
+    return jax.jit(make_train(SMALL).init)
 
 
 def initial_state(seed=3):
@@ -70,7 +69,7 @@ def compiled_cycle():
 
     real, paired.gae = paired.gae, gae
     floats = {name: getattr(SMALL, name) for name in ("lr", "teacher_lr", "teacher_ent_coef")}
-    program = jax.jit(one_cycle, compiler_options=FAST).lower(initial_state(), floats).compile()
+    program = jax.jit(one_cycle).lower(initial_state(), floats).compile()
     paired.gae = real
     return program, floats, records
 
@@ -80,7 +79,7 @@ def recorded():
     """Two cycles: the designs shown before the second, its records, and the states around it."""
     program, floats, records = compiled_cycle()
     before, _ = program(initial_state(), floats)
-    show = jax.jit(make_train(SMALL).show, compiler_options=FAST)
+    show = jax.jit(make_train(SMALL).show)
     levels = show(before)["the teacher's designs"][0]
     jax.effects_barrier()
     records.clear()
@@ -214,7 +213,7 @@ def test_designs_are_valid(n_walls):
     params = jax.eval_shape(train.init, jax.random.key(0)).teacher.params
     params = jax.tree.map(lambda x: jnp.zeros(x.shape), params)  # uniform over cells
     rng = jax.random.key(2)
-    design = jax.jit(part(train, "design"), compiler_options=FAST)
+    design = jax.jit(part(train, "design"))
     batch, levels = host(design(rng, params))
     assert batch.action.shape == (n_walls + 2, 256) and batch.is_first[0].all()
     assert not batch.is_first[1:].any()
@@ -227,7 +226,7 @@ def test_designs_are_valid(n_walls):
 
 
 def test_teacher_noise_is_redrawn():
-    design = jax.jit(part(make_train(SMALL), "design"), compiler_options=FAST)
+    design = jax.jit(part(make_train(SMALL), "design"))
     params = initial_state().teacher.params
     noise = [design(jax.random.key(i), params)[0].obs.noise for i in range(2)]
     noise = np.stack(noise)  # [cycles, steps, levels, 50]
@@ -281,7 +280,7 @@ def test_row_of_a_sweep_equals_solo():
     axes = jax.tree.map(lambda _: 0, batch).replace(step=None)
     batch = batch.replace(step=states[0].step)
     rows = jax.vmap(one_cycle, (axes, 0), (axes, 0))
-    together, together_metrics = jax.jit(rows, compiler_options=FAST)(batch, values)
+    together, together_metrics = jax.jit(rows)(batch, values)
     together = together.replace(students=host(together.students), teacher=host(together.teacher))
     for i, state in enumerate(states):
         alone, metrics = program(state, row(values, i))
@@ -303,7 +302,7 @@ def test_modes_run(mode, students, prefixes, cores):
     config = replace(SMALL, regret=mode, num_students=students, num_evals=1, num_updates=2,
                      rnn=cores[0], teacher_rnn=cores[1], s5_layers=1, eval_episodes=1,
                      eval_interval=students - 1, eval_suite="MiniMaze")
-    state, metrics = jax.jit(make_train(config), compiler_options=FAST)(jax.random.key(0))
+    state, metrics = jax.jit(make_train(config))(jax.random.key(0))
     metrics = {name: x[1:] for name, x in host(metrics).items()}
     assert all(x.shape == (1,) for x in metrics.values())
     for prefix in prefixes:

@@ -26,7 +26,6 @@ SMALL = dict(
     update_epochs=2, num_updates=12, buffer_size=16, min_fill=0.5, replay_prob=0.5, lr=1e-2,
     eval_interval=0)  # fmt: skip
 FLOATS = "lr replay_prob min_fill".split()  # what a compiled cycle takes as arguments
-FAST = {"xla_backend_optimization_level": 0}  # for programs that take longer to compile than to run
 SCORES = get_args(get_type_hints(plr.Config)["score"])
 K, N = 12, 5  # slots and levels of the buffers that are written directly
 
@@ -240,7 +239,7 @@ def program(module, **changes):
         batch, advantage, _, _, best = calls["level_outcomes"]
         return Cycle(state, after, metrics, entries, slot, batch, advantage, best)
 
-    step = jax.jit(step, compiler_options=FAST)
+    step = jax.jit(step)
 
     def cycle(state, **changes):
         arguments = {name: jnp.asarray(x) for name, x in (defaults | changes).items()}
@@ -253,7 +252,7 @@ def program(module, **changes):
 
 @cache
 def initial(module, seed=3, **changes):  # with which mazes are solved from the start
-    return jax.jit(program(module, **changes)[0].init, compiler_options=FAST)(jax.random.key(seed))
+    return jax.jit(program(module, **changes)[0].init)(jax.random.key(seed))
 
 
 def play(module, cycles, state=None, floats={}, **changes):
@@ -607,7 +606,7 @@ def slot_of_a_level_drawn_twice(module):
         entries, slot, _ = score(state, level, *descent, batch, jnp.zeros(2))
         return module.write_buffer(state.buffer, entries, slot, 1, 0.3, 0.3)
 
-    after = contents(jax.jit(write, compiler_options=FAST)())
+    after = contents(jax.jit(write)())
     assert len(after) == 1
     return after[names(level)[0]]
 
@@ -791,7 +790,7 @@ def test_fresh_and_replayed_levels_are_logged_apart(serial, parallel):
 
 
 def check_fresh_levels_shown(module, history, **changes):
-    show = jax.jit(program(module, **changes)[0].show, compiler_options=FAST)
+    show = jax.jit(program(module, **changes)[0].show)
     for cycle in history:
         fresh = names(show(cycle.before)["fresh"][0])
         assert names(cycle.entries.level)[: len(fresh)] == fresh and len(set(fresh)) > 1
@@ -993,7 +992,7 @@ def vmapped():
     """Eight trainings at once, from the keys 0 to 7."""
     rngs = jax.vmap(jax.random.key)(jnp.arange(8))
     train = jax.vmap(plr.make_train(plr.Config(**SMALL)))
-    return jax.jit(train, compiler_options=FAST)(rngs)
+    return jax.jit(train)(rngs)
 
 
 @pytest.mark.slow
@@ -1083,7 +1082,7 @@ def test_a_predicate_that_differs_by_row_would_not_skip_learning():
 def test_a_swept_replay_prob_gives_the_same_results():
     values = np.float32([0, 0.5, 1])
     rngs = jax.vmap(jax.random.key)(jnp.array([0, 0, 3]))
-    train = jax.jit(jax.vmap(swept_replay_prob), compiler_options=FAST)
+    train = jax.jit(jax.vmap(swept_replay_prob))
     metrics = train(rngs, values)[1]
     for i, (seed, value) in enumerate(zip([0, 0, 3], values)):
         floats = dict(replay_prob=value)

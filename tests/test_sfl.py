@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_plr
-from test_dr import SEED, close, fast, inner, numbers, path_length, plain_stats, swap
+from test_dr import SEED, close, inner, numbers, path_length, plain_stats, swap
 
 import sfl
 
@@ -24,7 +24,7 @@ CANDIDATES, COPIES, K, T, N = 48, 4, 12, test_plr.T, 8
 def program(steps, config=SMALL):
     """`update` of a number of steps, compiled; 0: `init`."""
     train = sfl.make_train(config)
-    return fast(lambda state: train.update(state, steps)) if steps else fast(train.init)
+    return jax.jit(lambda state: train.update(state, steps)) if steps else jax.jit(train.init)
 
 
 @cache
@@ -64,7 +64,7 @@ def scored():
     score = inner(sfl.make_train(SMALL).update, "cycle", "score_candidates")
     swap(score, "play", play)
     state = program(0)(SEED).replace(more_steps=jnp.array(5))
-    after, metrics = fast(score)(jax.random.key(1), state)
+    after, metrics = jax.jit(score)(jax.random.key(1), state)
     jax.effects_barrier()
     joined = jax.tree.map(lambda *x: np.concatenate([np.asarray(y) for y in x]), *seen)
     return after, metrics, *joined
@@ -109,7 +109,7 @@ def test_an_episode_is_played_on_each_level_and_its_length_told():
     """By MiniGrid's reward, 1 - 0.9 n / max_steps for the goal after n steps."""
     play = inner(sfl.make_train(SMALL).update, "cycle", "score_candidates", "play")
     levels = jax.vmap(lambda rng: sfl.amaze.sample_level(rng, 6, 5, 5))(jax.random.split(SEED, 999))
-    total, length = map(np.asarray, fast(play)(SEED, program(0)(SEED).student.params, levels))
+    total, length = map(np.asarray, jax.jit(play)(SEED, program(0)(SEED).student.params, levels))
     solved = total > 0
     assert 20 < solved.sum() < 900 and len(set(length[solved])) > 2
     assert close(total[solved], 1 - 0.9 * length[solved] / 6) and (length[~solved] == 6).all()
@@ -137,7 +137,7 @@ def test_the_buffer_changes_every_score_interval_before_the_levels_are_chosen():
 def test_half_of_the_levels_come_from_the_buffer_uniformly():
     state, choose = history()[0][1], inner(sfl.make_train(SMALL).update, "cycle", "choose_levels")
     counts, known = dict.fromkeys(names(state.buffer.level), 0), names(state.buffer.level)
-    draws = fast(jax.vmap(choose, in_axes=(0, None)))(jax.random.split(SEED, 200), state.buffer)
+    draws = jax.jit(jax.vmap(choose, in_axes=(0, None)))(jax.random.split(SEED, 200), state.buffer)
     queue = T // 4
     levels = jax.tree.map(lambda x: np.asarray(x).swapaxes(0, 1), draws)  # [N, 200, T / 4, ...]
     half = lambda where: jax.tree.map(lambda x: x[where].reshape(-1, *x.shape[3:]), levels)
@@ -156,7 +156,7 @@ def test_solve_rates_of_random_and_buffer_levels_are_logged_apart():
     (_, before, *_), (_, row, *_) = history()
     cycle = inner(sfl.make_train(SMALL).update, "cycle")
 
-    @fast
+    @jax.jit
     def play(state):
         _, rng_levels, rng_rollout, *_ = inner(cycle, "cycle_rngs")(state)
         queue = inner(cycle, "choose_levels")(rng_levels, state.buffer)
@@ -177,7 +177,7 @@ def test_solve_rates_of_random_and_buffer_levels_are_logged_apart():
 @pytest.mark.slow
 def test_show_gives_the_random_levels_of_the_next_update_and_the_buffer():
     before = history()[0][1]
-    shown = fast(sfl.make_train(SMALL).show)(before)
+    shown = jax.jit(sfl.make_train(SMALL).show)(before)
     best, captions = shown["most learnable"]
     assert names(best) == names(before.buffer.level)
     assert captions["p"].tolist() == before.buffer.solve_rate.tolist()
@@ -200,7 +200,7 @@ def test_updates_of_many_seeds_skip_the_scoring():
 @pytest.mark.slow
 def test_a_row_of_many_trainings_equals_the_training_alone():
     rngs = jax.random.split(SEED, 3)
-    states, metrics = fast(jax.vmap(sfl.make_train(SMALL)))(rngs)
+    states, metrics = jax.jit(jax.vmap(sfl.make_train(SMALL)))(rngs)
     state, alone = program(7)(program(0)(rngs[1]))
     row = jax.tree.map(lambda x: x[1], numbers((states.student, states.buffer)))
     assert close(row, numbers((state.student, state.buffer)), 1e-3)
