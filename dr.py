@@ -679,11 +679,11 @@ def plot_curves(folder, swept):
         for row in (row for row in table if row.get(column)):
             point = ", ".join(f"{name} {float(row[name]):.3g}" for name in swept)
             curve = curves.setdefault(point, {})
-            curve.setdefault(int(row["env_steps"]), []).append(float(row[column]))
+            curve.setdefault(row["update"], []).append((int(row["env_steps"]), float(row[column])))
         for point, curve in curves.items():
-            mean, std = (np.array([f(x) for x in curve.values()]) for f in (np.mean, np.std))
-            axis.plot(list(curve), mean, label=point)
-            axis.fill_between(list(curve), mean - std, mean + std, alpha=0.2)
+            mean, std = (np.array([f(x, 0) for x in curve.values()]).T for f in (np.mean, np.std))
+            axis.plot(*mean, label=point)  # steps differ between seeds where episodes are counted
+            axis.fill_between(mean[0], mean[1] - std[1], mean[1] + std[1], alpha=0.2)
         axis.set(xlabel="env steps", title=column, ylim=(0, 1))
         if swept and len(curves) <= 12:
             axis.legend(fontsize="small")

@@ -515,7 +515,8 @@ def make_train(config, devices=1):
         scored = jax.lax.map(score, share(jax.random.split(rng, turns)[dealt]))
         candidates, steps = jax.tree.map(lambda x: x[:turns], gather(scored, axis=0))
         candidates = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), candidates)
-        learnability = candidates.solve_rate * (1 - candidates.solve_rate)
+        p, evals = candidates.solve_rate, config.candidate_evals
+        learnability = jnp.round(p * (1 - p) * evals**2)  # whole numbers: p and 1 - p are equal
         best = jax.lax.top_k(learnability, config.buffer_size)[1]
         buffer = jax.tree.map(lambda x: x[best], candidates)
 
@@ -756,11 +757,11 @@ def plot_curves(folder, swept):
         for row in (row for row in table if row.get(column)):
             point = ", ".join(f"{name} {float(row[name]):.3g}" for name in swept)
             curve = curves.setdefault(point, {})
-            curve.setdefault(int(row["env_steps"]), []).append(float(row[column]))
+            curve.setdefault(row["update"], []).append((int(row["env_steps"]), float(row[column])))
         for point, curve in curves.items():
-            mean, std = (np.array([f(x) for x in curve.values()]) for f in (np.mean, np.std))
-            axis.plot(list(curve), mean, label=point)
-            axis.fill_between(list(curve), mean - std, mean + std, alpha=0.2)
+            mean, std = (np.array([f(x, 0) for x in curve.values()]).T for f in (np.mean, np.std))
+            axis.plot(*mean, label=point)  # steps differ between seeds where episodes are counted
+            axis.fill_between(mean[0], mean[1] - std[1], mean[1] + std[1], alpha=0.2)
         axis.set(xlabel="env steps", title=column, ylim=(0, 1))
         if swept and len(curves) <= 12:
             axis.legend(fontsize="small")

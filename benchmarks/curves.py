@@ -15,15 +15,15 @@ from matplotlib.figure import Figure
 
 
 def read(folder, x, column):
-    """x [n] and the column's values [n, seeds] where it was logged."""
+    """x [n], the mean over seeds, and the column's values [n, seeds] where it was logged."""
     points = {}
     with open(Path(folder) / "logs.csv", newline="") as file:
         for row in csv.DictReader(file):
             if row.get(column):
-                points.setdefault(float(row[x]), []).append(float(row[column]))
+                points.setdefault(row["update"], []).append((float(row[x]), float(row[column])))
     full = max(map(len, points.values()), default=0)  # a seed may have nothing to log
-    points = {at: values for at, values in points.items() if len(values) == full}
-    return np.array(list(points)), np.array(list(points.values()))
+    points = np.array([values for values in points.values() if len(values) == full])
+    return (points[..., 0].mean(1), points[..., 1]) if full else (points, points)
 
 
 def main():

@@ -242,6 +242,22 @@ def test_logs(whole):
     assert np.mean(solved[-40:]) > np.mean(solved[:40]) + 0.1  # it learns
 
 
+@pytest.mark.parametrize("name", ["dr", "sfl"])
+def test_curves_are_means_of_what_seeds_have_at_an_update(monkeypatch, tmp_path, name):
+    """Whose env_steps differ where only the steps of episodes count."""
+    module, drawn = importlib.import_module(name), []
+    monkeypatch.setattr(module, "write", lambda path, save: drawn.append(save.func.__self__))
+    rows = ["update,env_steps,seed,train_solve_rate,eval_solve_rate"]
+    rows += ["1,10,0,0.1,", "1,14,1,0.3,", "2,30,0,0.4,0.5", "2,20,1,0.6,1.0"]
+    (tmp_path / "logs.csv").write_text("\n".join(rows))
+    module.plot_curves(tmp_path, [])
+    train, evaluated = (axes.lines[0].get_xydata() for axes in drawn[0].axes)
+    np.testing.assert_allclose(train, [[12, 0.2], [25, 0.5]])
+    np.testing.assert_allclose(evaluated, [[25, 0.75]])
+    band = drawn[0].axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert np.isclose(band.min(), 0.1) and np.isclose(band.max(), 0.6)
+
+
 @pytest.mark.slow
 def test_killed_at_any_moment(tmp, whole, launch, train):
     folder, args = tmp / "killed", LONG
