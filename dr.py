@@ -49,29 +49,32 @@ from tqdm import tqdm
 import amaze
 from s5 import S5
 
+FAST = {"num_updates": 7_000, "lr": 2e-3, "anneal_lr": True, "num_minibatches": 2,
+        "update_epochs": 3, "hidden_size": 64, "ent_coef": 1e-2, "gamma": 0.999}
+
 
 @dataclass(frozen=True)
 class Config:
     """Flat. Every float may be a tracer: swept, vmapped. Ints, bools and strings are static."""
 
     # PPO
-    lr: float = 1e-4  # Adam's learning rate
-    anneal_lr: bool = False  # lower lr linearly, to 0 after num_updates
-    num_updates: int = 30_000  # cycles
+    lr: float = 1e-4  # Adam's learning rate; fast 2e-3
+    anneal_lr: bool = False  # lower lr linearly, to 0 after num_updates; fast True
+    num_updates: int = 30_000  # cycles; fast 7,000
     num_envs: int = 32  # N, levels per cycle
     num_evals: int = 1  # E, trajectories on each level; more judge a level better
     num_steps: int = 256  # T, steps per trajectory and cycle
-    update_epochs: int = 5  # passes over the batch
-    num_minibatches: int = 1  # they split trajectories, never time
-    gamma: float = 0.995  # discount
+    update_epochs: int = 5  # passes over the batch; fast 3
+    num_minibatches: int = 1  # they split trajectories, never time; fast 2
+    gamma: float = 0.995  # discount; fast 0.999
     gae_lambda: float = 0.98  # lambda of generalised advantage estimation
     clip_eps: float = 0.2  # clip range of the probability ratio and of the value
-    ent_coef: float = 1e-3  # weight of the entropy bonus
+    ent_coef: float = 1e-3  # weight of the entropy bonus; fast 1e-2
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # the gradient's global norm is clipped to this
     # student
     rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # recurrent core; none: feed-forward
-    hidden_size: int = 256  # H, units of the core
+    hidden_size: int = 256  # H, units of the core; fast 64
     s5_layers: int = 2  # S5 layers
     s5_norm: Literal["after", "before", "none"] = "after"  # place of LayerNorm in an S5 layer
     # levels
@@ -85,6 +88,7 @@ class Config:
     eval_suite: str = "minimax"  # a suite, or maze names with commas between
     eval_episodes: int = 10  # episodes per maze
     # run
+    fast: bool = False  # FAST's defaults, for half an hour on one core of a CPU
     seed: int = 0  # the first seed
     seeds: int = 1  # trainings, with seeds from the first on
     seeds_at_once: int = 0  # trainings that share a device's memory at once; 0: all; on a CPU one
@@ -802,7 +806,7 @@ def parse(arguments):
     options = dict(args=arguments, description="", config=(tyro.conf.UseAppendAction,))
     config = tyro.cli(Config, **options)
     if not config.resume:
-        return config
+        return tyro.cli(Config, default=Config(**FAST), **options) if config.fast else config
     path = Path(config.out) / "config.json"
     demand(config.out and path.exists(), config, "out", "with --resume, the folder of a run")
     stored = json.loads(path.read_text())

@@ -20,8 +20,7 @@ Run        python paired.py --regret paired
 From code  jax.jit(jax.vmap(make_train(Config())))(jax.random.split(jax.random.key(0), 8))
 
 Shapes     T steps, N levels, E copies that play each level, B = N * E trajectories, S students,
-           H core units, M test mazes, L = n_walls + 2 steps of the teacher. Time comes first:
-           [T, B, ...]. Everything below make_train is for one seed.
+           H core units, M test mazes, L = n_walls + 2 teacher steps. Time first: [T, B, ...].
 """
 
 import csv
@@ -54,15 +53,18 @@ from tqdm import tqdm
 import amaze
 from s5 import S5
 
+FAST = {"num_updates": 2_000, "lr": 1e-3, "anneal_lr": True, "hidden_size": 64, "teacher_lr": 1e-3,
+        "teacher_hidden_size": 64, "teacher_filters": 32}
+
 
 @dataclass(frozen=True)
 class Config:
     """Flat. Every float may be a tracer: swept, vmapped. Ints, bools and strings are static."""
 
     # PPO
-    lr: float = 1e-4  # Adam's learning rate
-    anneal_lr: bool = False  # lower lr (and teacher_lr) linearly, to 0 after num_updates
-    num_updates: int = 30_000  # cycles
+    lr: float = 1e-4  # Adam's learning rate; fast 1e-3
+    anneal_lr: bool = False  # lower lr (and teacher_lr) linearly, to 0 after num_updates; fast True
+    num_updates: int = 30_000  # cycles; fast 2,000
     num_envs: int = 32  # N, levels per cycle
     num_evals: int = 1  # E, trajectories on each level; more judge a level better
     num_steps: int = 256  # T, steps per trajectory and cycle
@@ -76,19 +78,19 @@ class Config:
     max_grad_norm: float = 0.5  # the gradient's global norm is clipped to this
     # student
     rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # recurrent core; none: feed-forward
-    hidden_size: int = 256  # H, units of the core
+    hidden_size: int = 256  # H, units of the core; fast 64
     s5_layers: int = 2  # S5 layers
     s5_norm: Literal["after", "before", "none"] = "after"  # place of LayerNorm in an S5 layer
     num_students: int = 2  # S; student 0 is the protagonist
     # teacher
     regret: Literal["paired", "population", "minimax"] = "paired"  # its reward
     teacher_rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # its recurrent core
-    teacher_lr: float = 1e-4  # its learning rate
+    teacher_lr: float = 1e-4  # its learning rate; fast 1e-3
     teacher_gamma: float = 0.995  # its discount
     teacher_gae_lambda: float = 0.98  # its lambda
     teacher_ent_coef: float = 0.05  # its weight of the entropy bonus; published with s5: 1e-3
-    teacher_hidden_size: int = 256  # units of its core
-    teacher_filters: int = 128  # of its convolution; published with s5: 32
+    teacher_hidden_size: int = 256  # units of its core; fast 64
+    teacher_filters: int = 128  # of its convolution; published with s5: 32; fast 32
     # levels
     n_walls: int = 60  # the teacher's budget: wall cells placed per level
     height: int = 13  # cells of a level, without the outer wall
@@ -100,6 +102,7 @@ class Config:
     eval_suite: str = "minimax"  # a suite, or maze names with commas between
     eval_episodes: int = 10  # episodes per maze
     # run
+    fast: bool = False  # FAST's defaults, for half an hour on one core of a CPU
     seed: int = 0  # the first seed
     seeds: int = 1  # trainings, with seeds from the first on
     seeds_at_once: int = 0  # trainings that share a device's memory at once; 0: all; on a CPU one
@@ -920,7 +923,7 @@ def parse(arguments):
     options = dict(args=arguments, description="", config=(tyro.conf.UseAppendAction,))
     config = tyro.cli(Config, **options)
     if not config.resume:
-        return config
+        return tyro.cli(Config, default=Config(**FAST), **options) if config.fast else config
     path = Path(config.out) / "config.json"
     demand(config.out and path.exists(), config, "out", "with --resume, the folder of a run")
     stored = json.loads(path.read_text())

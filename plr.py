@@ -56,6 +56,8 @@ from s5 import S5
 SERIAL = {"num_updates": 60_000, "gae_lambda": 0.98, "staleness_coef": 0.3}
 PLAIN = SERIAL | {"num_updates": 30_000}  # not robust: every cycle learns
 PARALLEL = {"num_updates": 30_000, "gae_lambda": 0.95, "staleness_coef": 0.5}
+FAST = SERIAL | {"num_updates": 10_000, "lr": 2e-3, "anneal_lr": True, "num_minibatches": 2,
+        "update_epochs": 3, "hidden_size": 64, "ent_coef": 1e-2, "temperature": 1.0}
 
 
 @dataclass(frozen=True)
@@ -63,23 +65,23 @@ class Config:
     """Flat. Every float may be a tracer: swept, vmapped. Ints, bools and strings are static."""
 
     # PPO
-    lr: float = 3e-4  # Adam's learning rate
-    anneal_lr: bool = False  # lower lr linearly, to 0 after num_updates
-    num_updates: int | None = None  # cycles; 60,000, parallel or not robust 30,000
+    lr: float = 3e-4  # Adam's learning rate; fast 2e-3
+    anneal_lr: bool = False  # lower lr linearly, to 0 after num_updates; fast True
+    num_updates: int | None = None  # cycles; 60,000, parallel or not robust 30,000; fast 10,000
     num_envs: int = 32  # N, levels per cycle
     num_evals: int = 1  # E, trajectories on each level; more judge a level better
     num_steps: int = 256  # T, steps per trajectory and cycle
-    update_epochs: int = 5  # passes over the batch
-    num_minibatches: int = 1  # they split trajectories, never time
+    update_epochs: int = 5  # passes over the batch; fast 3
+    num_minibatches: int = 1  # they split trajectories, never time; fast 2
     gamma: float = 0.999  # discount
     gae_lambda: float | None = None  # of generalised advantage estimation; 0.98, parallel 0.95
     clip_eps: float = 0.2  # clip range of the probability ratio and of the value
-    ent_coef: float = 0.0  # weight of the entropy bonus
+    ent_coef: float = 0.0  # weight of the entropy bonus; fast 1e-2
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # the gradient's global norm is clipped to this
     # student
     rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # recurrent core; none: feed-forward
-    hidden_size: int = 256  # H, units of the core
+    hidden_size: int = 256  # H, units of the core; fast 64
     s5_layers: int = 2  # S5 layers
     s5_norm: Literal["after", "before", "none"] = "after"  # place of LayerNorm in an S5 layer
     # levels
@@ -95,7 +97,7 @@ class Config:
     score: Literal[
         "max_mc", "positive_value_loss", "l1_value_loss", "learnability", "oracle_regret"
     ] = "max_mc"  # what makes a level worth replaying
-    temperature: float = 0.3  # beta: a level's score counts by rank^(-1/beta)
+    temperature: float = 0.3  # beta: a level's score counts by rank^(-1/beta); fast 1.0
     staleness_coef: float | None = None  # rho: share of age against score; 0.3, parallel 0.5
     buffer_size: int = 4000  # K, slots
     min_fill: float = 0.5  # as many levels, as a share of the slots, are played before any replay
@@ -104,6 +106,7 @@ class Config:
     eval_suite: str = "minimax"  # a suite, or maze names with commas between
     eval_episodes: int = 10  # episodes per maze
     # run
+    fast: bool = False  # FAST's defaults, for half an hour on one core of a CPU
     seed: int = 0  # the first seed
     seeds: int = 1  # trainings, with seeds from the first on
     seeds_at_once: int = 0  # trainings that share a device's memory at once; 0: all; on a CPU one
@@ -1010,7 +1013,7 @@ def parse(arguments):
     options = dict(args=arguments, description="", config=(tyro.conf.UseAppendAction,))
     config = tyro.cli(Config, **options)
     if not config.resume:
-        return config
+        return tyro.cli(Config, default=Config(**FAST), **options) if config.fast else config
     path = Path(config.out) / "config.json"
     demand(config.out and path.exists(), config, "out", "with --resume, the folder of a run")
     stored = json.loads(path.read_text())

@@ -1,11 +1,13 @@
-"""The published experiment: every method with 8 seeds, then the 12 unseen mazes of the dcd suite.
+"""What the methods reach: each with several seeds, then the 12 unseen mazes of the dcd suite.
 
-    python benchmarks/results.py --minutes 9     # again and again, until nothing is left to train
-    python benchmarks/results.py --evaluate      # what is trained, beside the published figures
+    python benchmarks/results.py --fast          half an hour on one core for each training
+    python benchmarks/results.py                 the published lengths, about 30,000 gradient updates
+    python benchmarks/results.py --minutes 60    a piece; again and again, until nothing is left
+    python benchmarks/results.py --evaluate      what is trained, beside the published figures
 
-Runs are trained one after the other, in order of interest. Each goes on from its checkpoint, so a
-piece may end when its minutes are over; the run that is going on then saves and stops. All get
-about 30,000 gradient updates, the published length: the scripts' own defaults count the cycles.
+Runs are trained one after the other, in order of interest; each goes on from its checkpoint.
+`--evaluate` writes into --out: `results.csv` (every seed on every maze), `logs.csv` (each run's last
+rows), `tables.txt` and `learning.png` (solve rate against minutes on one core).
 """
 
 import argparse
@@ -17,13 +19,19 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+from matplotlib.figure import Figure
+
 HERE = Path(__file__).resolve().parent
 S5 = "--rnn s5 --lr 1e-4 --ent-coef 1e-3"
 S5_PARALLEL = "--parallel --rnn s5 --lr 1e-4 --gae-lambda 0.98 --ent-coef 1e-3"
+FAST = {name: f"{name}.py --fast --eval-suite dcd --eval-interval 150"
+        for name in ("accel", "plr", "sfl", "dr")}  # fmt: skip
 METHODS = {  # name: script and options (README, "S5 policies")
     "accel": "accel.py",
     "plr": "plr.py",
     "dr": "dr.py",
+    "sfl": "sfl.py",
     "plr_parallel": "plr.py --parallel",
     "accel_parallel": "accel.py --parallel",
     "accel_s5": f"accel.py {S5} --gamma 0.995 --replay-prob 0.5 --num-updates 60000 "
@@ -34,6 +42,7 @@ METHODS = {  # name: script and options (README, "S5 policies")
     "accel_parallel_s5": "accel.py --parallel --rnn s5 --lr 3e-5 --ent-coef 0 --temperature 0.1",
     "paired": "paired.py",
 }  # fmt: skip
+MEANS = {"accel": 0.83, "plr": 0.82, "dr": 0.55, "paired": 0.63}  # minimax's, 30,000 updates
 PUBLISHED = {  # solve rates of dcd's own result files, 5 seeds: ACCEL, robust PLR, DR
     "SixteenRooms": (1.00, 0.95, 0.87), "SixteenRooms2": (0.93, 0.49, 0.53),
     "Labyrinth": (0.74, 0.55, 0.45), "Labyrinth2": (0.85, 0.66, 0.54),
@@ -44,22 +53,24 @@ PUBLISHED = {  # solve rates of dcd's own result files, 5 seeds: ACCEL, robust P
 }  # fmt: skip
 
 
+def read(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def done(folder):
     """Cycles of a run in its logs, and whether they are all."""
-    try:
-        with open(folder / "logs.csv", newline="") as file:
-            updates = [int(row["update"]) for row in csv.DictReader(file)]
-    except FileNotFoundError:
+    if not (folder / "logs.csv").exists():
         return 0, False
-    wanted = json.loads((folder / "config.json").read_text())["num_updates"]
-    return max(updates, default=0), max(updates, default=0) == wanted
+    cycles = max((int(row["update"]) for row in read(folder / "logs.csv")), default=0)
+    return cycles, cycles == json.loads((folder / "config.json").read_text())["num_updates"]
 
 
 def train(name, options, deadline):
     """Train a method until it is done or the time is over -> whether it is done."""
     folder = options.out / name
     if not done(folder)[1]:
-        script, *given = METHODS[name].split()
+        script, *given = options.methods[name].split()
         given += f"--seeds {options.seeds} {options.options}".split()
         given = ["--resume"] if (folder / "config.json").exists() else given
         words = [sys.executable, HERE.parent / script, *given, "--out", folder]
@@ -75,38 +86,90 @@ def train(name, options, deadline):
     return done(folder)[1]
 
 
+def say(line, file):
+    print(line, flush=True)
+    print(line, file=file)
+
+
+def compare(runs, table, file):
+    """A line for each maze: mean solve rates over seeds, beside the published ones."""
+    say(f"\n| maze | {' | '.join(run.name for run in runs)} | published: accel | plr | dr |", file)
+    say("|" + "---|" * (len(runs) + 4), file)
+    for maze, published in PUBLISHED.items():
+        rates = [[float(row["solve_rate"]) for row in table
+                  if Path(row["run"]).name == run.name and row["maze"] == maze] for run in runs]
+        means = [*map(np.mean, rates), *published]
+        say(f"| {maze} | {' | '.join(f'{x:.2f}' for x in means)} |", file)
+
+
+def plot(runs, path):
+    """Solve rate on the suite that the runs evaluate, mean and range over seeds, against minutes of
+    one core: the median time of an update, so that a pause does not count."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for i, run in enumerate(runs):
+        config, seeds = json.loads((run / "config.json").read_text()), {}
+        for row in read(run / "logs.csv"):
+            seeds.setdefault(row["seed"], []).append(row)
+        update, seconds = ([float(row[name]) for row in seeds[row["seed"]]]
+                           for name in ("update", "seconds"))  # fmt: skip
+        minute = 60 * len(seeds) / config["devices"] / np.median(np.diff(seconds) / np.diff(update))
+        rates = [[float(row["eval_solve_rate"] or "nan") for row in x] for x in seeds.values()]
+        at = np.isfinite(rates[0])
+        x, rates = np.array(update)[at] / minute, np.array(rates)[:, at]
+        axes.plot(x, rates.mean(0), color=f"C{i}", label=f"{run.name}, {len(seeds)} seeds")
+        axes.fill_between(x, rates.min(0), rates.max(0), color=f"C{i}", alpha=0.15, lw=0)
+        if run.name in MEANS:
+            axes.axhline(MEANS[run.name], color=f"C{i}", ls="--", lw=1)
+    axes.set(xlabel="minutes on one core", ylabel="mean solve rate, 12 unseen mazes", ylim=(0, 1))
+    axes.set_title("dashed: published, after 30,000 updates on a GPU", fontsize="medium")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
 def evaluate(options):
-    """results.csv (evaluate.py's, of all finished runs), and a table beside the published one."""
+    """Write what --evaluate promises, of all finished runs."""
     runs = [options.out / name for name in options.methods if done(options.out / name)[1]]
     if not runs:
         sys.exit(f"{options.out}: no run is finished")
-    command = [sys.executable, HERE.parent / "evaluate.py", *runs, "--suite", "dcd"]
-    command += ["--episodes", options.episodes, "--out", options.out]
-    subprocess.run(list(map(str, command)), check=True)
-    with open(options.out / "results.csv", newline="") as file:
-        table = list(csv.DictReader(file))
-    print("\n| maze |", " | ".join(run.name for run in runs), "| published: accel | plr | dr |")
-    print("|" + "---|" * (len(runs) + 4))
-    for maze, published in PUBLISHED.items():
-        means = []
+    suites = {"sampled": "--levels 2000 --episodes 10", "dcd": f"--episodes {options.episodes}"}
+    with open(options.out / "tables.txt", "w") as file:
+        for suite, given in suites.items():  # dcd last: its results.csv is the one to keep
+            words = [sys.executable, HERE.parent / "evaluate.py", *runs, "--suite", suite]
+            words += [*given.split(), "--out", options.out]
+            process = subprocess.run(list(map(str, words)), stdout=subprocess.PIPE, text=True)
+            if process.returncode:
+                sys.exit(f"evaluate.py ended with status {process.returncode}")
+            say(process.stdout, file)
+        compare(runs, read(options.out / "results.csv"), file)
+    with open(options.out / "logs.csv", "w", newline="") as file:
         for run in runs:
-            rates = [float(row["solve_rate"]) for row in table
-                     if Path(row["run"]).name == run.name and row["maze"] == maze]
-            means.append(sum(rates) / len(rates))
-        print(f"| {maze} |", " | ".join(f"{x:.2f}" for x in [*means, *published]), "|")
+            table = read(run / "logs.csv")
+            last = [{"run": run.name} | row for row in table if row["update"] == table[-1]["update"]]
+            writer = csv.DictWriter(file, last[0])
+            writer.writeheader()  # methods have different columns
+            writer.writerows(last)
+    plot(runs, options.out / "learning.png")
 
 
 def main():
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--fast", action="store_true", help="the scripts' --fast, on a CPU")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[], help="default: all")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long")
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--devices", type=int, default=1, help="that seeds are dealt over")
     parser.add_argument("--options", default="", help="further options of the scripts, quoted")
-    parser.add_argument("--out", type=Path, default=Path("runs/results"))
+    parser.add_argument("--out", type=Path, help="default: runs/fast or runs/published")
     parser.add_argument("--evaluate", action="store_true", help="instead of training")
     parser.add_argument("--episodes", type=int, default=100, help="of each maze")
     options = parser.parse_args()
+    methods = FAST if options.fast else METHODS
+    options.methods = {name: methods[name] for name in options.methods or methods}
+    options.out = options.out or Path("runs/fast" if options.fast else "runs/published")
+    options.options += f" --devices {options.devices}"
     if options.evaluate:
         return evaluate(options)
     deadline = time.time() + 60 * options.minutes

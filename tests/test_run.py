@@ -12,8 +12,9 @@ import struct
 import subprocess
 import sys
 import time
+from ast import literal_eval
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import count
 from pathlib import Path
 
@@ -471,6 +472,7 @@ def test_out_cannot_be_made(monkeypatch, capsys, tmp_path):
     ("--lr 0.5", "lr = 0.5"),
     ("--gamma 0.5", "gamma = 0.5"),
     ("--anneal-lr", "anneal_lr = True"),
+    ("--fast", "fast = True"),
     ("--seeds 3", "seeds = 3"),
     ("--seed 1", "seed = 1"),
     ("--sweep lr=0.1,0.2", "sweep = ('lr=0.1,0.2',)"),
@@ -490,6 +492,26 @@ def test_an_annealed_run_does_not_go_on(monkeypatch, capsys, tmp_path, whole):
     status, line = say(monkeypatch, capsys, "--resume", "--num-updates", 400, "--out", tmp_path)
     assert status == 2 and line.startswith("dr.py: error: num_updates = 400: allowed is 300")
     assert "anneal" in line
+
+
+@pytest.mark.parametrize("name", ["dr", "plr", "accel", "paired", "sfl"])
+def test_fast(name):
+    """--fast is FAST, of each mode's fields too, so that --parallel changes nothing else; what is
+    given wins; the help names its values."""
+    module = importlib.import_module(name)
+    fast = asdict(module.Config()) | module.FAST | {"fast": True}
+    assert asdict(module.parse(["--fast"])) == fast
+    given = ["--lr", "0.5", "--fast", "--seeds", "3", "--sweep", "gamma=0.5,0.6"]
+    wanted = {"lr": 0.5, "seeds": 3, "sweep": ("gamma=0.5,0.6",)}
+    assert asdict(module.parse(given)) == fast | wanted
+    if hasattr(module, "PARALLEL"):
+        assert asdict(module.parse(["--fast", "--parallel"])) == fast | {"parallel": True}
+        assert {*module.SERIAL} <= {*module.FAST}
+    text = Path(module.__file__).read_text()
+    said = re.findall(r"^    (\w+): [^#]*  # .*; fast ([^;\s]+)$", text, re.M)
+    said = {field: literal_eval(value.replace(",", "")) for field, value in said}
+    assert getattr(module, "SERIAL", {}) | said == module.FAST
+    assert all(getattr(module.Config(), field) != value for field, value in said.items())
 
 
 @pytest.mark.slow
