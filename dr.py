@@ -49,7 +49,7 @@ from tqdm import tqdm
 import amaze
 from s5 import S5
 
-FAST = {"num_updates": 7_000, "lr": 2e-3, "anneal_lr": True, "num_minibatches": 2,
+FAST = {"num_updates": 5_800, "lr": 2e-3, "anneal_lr": True, "num_minibatches": 2,
         "update_epochs": 3, "hidden_size": 64, "ent_coef": 1e-2, "gamma": 0.999}
 
 
@@ -60,7 +60,7 @@ class Config:
     # PPO
     lr: float = 1e-4  # Adam's learning rate; fast 2e-3
     anneal_lr: bool = False  # lower lr linearly, to 0 after num_updates; fast True
-    num_updates: int = 30_000  # cycles; fast 7,000
+    num_updates: int = 30_000  # cycles; fast 5,800
     num_envs: int = 32  # N, levels per cycle
     num_evals: int = 1  # E, trajectories on each level; more judge a level better
     num_steps: int = 256  # T, steps per trajectory and cycle

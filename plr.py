@@ -56,7 +56,7 @@ from s5 import S5
 SERIAL = {"num_updates": 60_000, "gae_lambda": 0.98, "staleness_coef": 0.3}
 PLAIN = SERIAL | {"num_updates": 30_000}  # not robust: every cycle learns
 PARALLEL = {"num_updates": 30_000, "gae_lambda": 0.95, "staleness_coef": 0.5}
-FAST = SERIAL | {"num_updates": 10_000, "lr": 2e-3, "anneal_lr": True, "num_minibatches": 2,
+FAST = SERIAL | {"num_updates": 12_000, "lr": 2e-3, "anneal_lr": True, "num_minibatches": 2,
         "update_epochs": 3, "hidden_size": 64, "ent_coef": 1e-2, "temperature": 1.0}
 
 
@@ -67,7 +67,7 @@ class Config:
     # PPO
     lr: float = 3e-4  # Adam's learning rate; fast 2e-3
     anneal_lr: bool = False  # lower lr linearly, to 0 after num_updates; fast True
-    num_updates: int | None = None  # cycles; 60,000, parallel or not robust 30,000; fast 10,000
+    num_updates: int | None = None  # cycles; 60,000, parallel or not robust 30,000; fast 12,000
     num_envs: int = 32  # N, levels per cycle
     num_evals: int = 1  # E, trajectories on each level; more judge a level better
     num_steps: int = 256  # T, steps per trajectory and cycle

@@ -54,7 +54,7 @@ from tqdm import tqdm
 import amaze
 from s5 import S5
 
-FAST = {"num_updates": 6_000, "lr": 2e-3, "num_envs": 32, "num_minibatches": 2, "update_epochs": 3,
+FAST = {"num_updates": 4_800, "lr": 2e-3, "num_envs": 32, "num_minibatches": 2, "update_epochs": 3,
         "hidden_size": 64, "ent_coef": 1e-2, "gamma": 0.999, "gae_lambda": 0.98, "clip_eps": 0.2,
         "num_candidates": 2_500, "candidate_evals": 5, "buffer_size": 100}
 
@@ -66,7 +66,7 @@ class Config:
     # PPO
     lr: float = 2.5e-4  # Adam's learning rate; fast 2e-3
     anneal_lr: bool = True  # lower lr linearly, to 0 after num_updates
-    num_updates: int = 4_578  # cycles; of 65,536 steps, 3e8 in all; fast 6,000
+    num_updates: int = 4_578  # cycles; of 65,536 steps, 3e8 in all; fast 4,800
     num_envs: int = 256  # N, levels per cycle; fast 32
     num_evals: int = 1  # E, trajectories on each level; more judge a level better
     num_steps: int = 256  # T, steps per trajectory and cycle
