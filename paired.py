@@ -53,7 +53,7 @@ from tqdm import tqdm
 import amaze
 from s5 import S5
 
-FAST = {"num_updates": 2_000, "lr": 1e-3, "anneal_lr": True, "hidden_size": 64, "teacher_lr": 1e-3,
+FAST = {"num_updates": 800, "lr": 1e-3, "anneal_lr": True, "hidden_size": 64, "teacher_lr": 1e-3,
         "teacher_hidden_size": 64, "teacher_filters": 32}
 
 
@@ -64,7 +64,7 @@ class Config:
     # PPO
     lr: float = 1e-4  # Adam's learning rate; fast 1e-3
     anneal_lr: bool = False  # lower lr (and teacher_lr) linearly, to 0 after num_updates; fast True
-    num_updates: int = 30_000  # cycles; fast 2,000
+    num_updates: int = 30_000  # cycles; fast 800
     num_envs: int = 32  # N, levels per cycle
     num_evals: int = 1  # E, trajectories on each level; more judge a level better
     num_steps: int = 256  # T, steps per trajectory and cycle
