@@ -52,7 +52,6 @@ from tqdm import tqdm
 import amaze
 from s5 import S5
 
-
 # published defaults that differ by mode; num_updates for about 30,000 PPO updates in each
 SERIAL = {"num_updates": 37_500, "lr": 3e-4, "ent_coef": 0.0}
 PLAIN = SERIAL | {"num_updates": 30_000}  # not robust: every cycle learns

@@ -389,13 +389,12 @@ def make_train(config, devices=1):
     clip = optax.clip_by_global_norm(config.max_grad_norm)
     optimiser = lambda lr: optax.chain(clip, optax.adam(lr, eps=1e-5))
     grid = dict(n_walls=config.n_walls, height=config.height, width=config.width)
-    num_cells, num_places = config.height * config.width, config.n_walls + 2
+    cells, num_places = config.height * config.width, config.n_walls + 2
     own = "lr gamma gae_lambda ent_coef rnn hidden_size".split()
     own = {name: getattr(config, f"teacher_{name}") for name in own}
     teacher_config = replace(config, **own)  # what `learn` reads
     teacher_core = make_core(own["rnn"], own["hidden_size"], config.s5_layers, config.s5_norm)
-    size = config.teacher_filters, num_places, num_cells
-    teacher_network = TeacherActorCritic(teacher_core, *size)
+    teacher_network = TeacherActorCritic(teacher_core, config.teacher_filters, num_places, cells)
 
     def init(rng):
         rng, rng_student, rng_teacher = jax.random.split(rng, 3)
@@ -446,7 +445,7 @@ def make_train(config, devices=1):
         rng_reset, rng_step, rng_noise = jax.random.split(rng, 3)
         rng_reset = share(jax.random.split(rng_reset, config.num_envs))
         rngs = jax.vmap(share)(jax.random.split(rng_step, (num_places, config.num_envs)))
-        noise = jax.random.gumbel(rng_noise, (num_places, config.num_envs, num_cells))
+        noise = jax.random.gumbel(rng_noise, (num_places, config.num_envs, cells))
         noise = jax.vmap(share)(noise)
         obs, state = jax.vmap(partial(amaze.teacher_reset, **grid))(rng_reset)
 

@@ -51,7 +51,6 @@ from tqdm import tqdm
 import amaze
 from s5 import S5
 
-
 # published defaults that differ by mode; num_updates for about 30,000 PPO updates in each
 SERIAL = {"num_updates": 60_000, "gae_lambda": 0.98, "staleness_coef": 0.3}
 PLAIN = SERIAL | {"num_updates": 30_000}  # not robust: every cycle learns
