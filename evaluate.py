@@ -152,7 +152,8 @@ def choose_mazes(args):
     if unknown := set(names) - set(amaze.TEST_MAZES):
         raise Refused(f"mazes = {', '.join(unknown)}: allowed are {', '.join(amaze.TEST_MAZES)}")
     drawn = draw(names, args.episodes, args.seed)
-    return mazes + [Maze(name, drawn[name], *amaze.TEST_MAZES[name][1:]) for name in names], False
+    maze = lambda name: Maze(name, drawn[name], *amaze.TEST_MAZES[name][1:])
+    return mazes + [maze(name) for name in dict.fromkeys(names)], False
 
 
 def stack(mazes):
@@ -305,9 +306,9 @@ def worst(halves):
 
     Levels are ranked by one half of the episodes and the mean is over the other, which had no part
     in the choice (by its own luck a mean would be too low); both ways round. Those that tie for
-    the last places share them."""
-    means = []
-    for number in (math.ceil(halves.shape[2] * share) for share in WORST.values()):
+    the last places share them. Shares below one level are left out."""
+    means, num_levels = [], halves.shape[2]
+    for number in (math.ceil(num_levels * x) for x in WORST.values() if num_levels * x >= 1):
         last = np.sort(halves)[..., number - 1 : number]
         below, tied = halves < last, halves == last
         places = number - below.sum(2, keepdims=True)
@@ -335,7 +336,7 @@ def summarise(returns, names, seed, sampled):
     scores = rates(returns)
     summary = dict(zip(names, bootstrap(scores, mean, seed))) if len(names) <= MANY else {}
     summary |= zip(AGGREGATES, bootstrap(scores, aggregates, seed))
-    if sampled:
+    if sampled and len(names) * max(WORST.values()) >= 1:
         halves = np.stack([rates(returns[..., i::2]) for i in (0, 1)])
         summary |= zip(WORST, bootstrap(worst(halves), mean, seed))
     return summary
@@ -567,8 +568,7 @@ def plot_results(results, summaries):
         points.vlines(x, low, high, color=f"C{i}")
         points.plot(x, value, "o", color=f"C{i}", markersize=4, label=label)
         rates = (results[label][0] > 0).mean(-1, keepdims=True)  # [S, M, 1]
-        share = (rates > tau).mean((0, 1))
-        profile.step(tau, share, where="post", color=f"C{i}")
+        profile.step(tau, (rates > tau).mean((0, 1)), where="post", color=f"C{i}")
     points.set_xticks(range(len(names)), names, rotation=45, ha="right")
     points.set(ylabel="solve rate, 95% interval over seeds", ylim=(-0.03, 1.03))
     points.grid(axis="y", alpha=0.3)

@@ -3,13 +3,13 @@
 Protagonist Antagonist Induced Regret Environment Design (Dennis 2020, 2012.02096). The teacher is a
 PPO agent too: it places walls, goal and agent on an empty grid, and its one reward is the regret of
 the finished design. --regret population plays n students (2311.12716); --regret minimax rewards the
-teacher for low returns, which needs no antagonist.
+teacher for low returns of all students, of which --num-students 1 is enough.
 
     initialise the teacher and the students
     for each cycle:
         the teacher designs N levels: n_walls walls, then the goal, then the agent
         every student plays the same N designs, T steps from zero recurrent state
-        regret of a design: the antagonist's best return minus the protagonist's mean return
+        regret of a design: the antagonist's best return minus the protagonist's mean, at least 0
         each student learns from its own N * T transitions with PPO
         the teacher learns from its N episodes, whose last step is rewarded with the regret
 
@@ -102,7 +102,7 @@ class Config:
     eval_suite: str = "minimax"  # a suite, or maze names with commas between
     eval_episodes: int = 10  # episodes per maze
     # run
-    fast: bool = False  # FAST's defaults, for half an hour on one core of a CPU
+    fast: bool = False  # defaults for half an hour on one core of a CPU; in code Config(**FAST)
     seed: int = 0  # the first seed
     seeds: int = 1  # trainings, with seeds from the first on
     seeds_at_once: int = 0  # trainings that share a device's memory at once; 0: all; on a CPU one
@@ -700,7 +700,7 @@ def make_rows(config):
             if text.startswith("log:"):
                 low, high, steps = text[4:].split(":")
                 values = np.geomspace(float(low), float(high), int(steps))
-                drawn = np.exp(rng.uniform(*np.log(values[[0, -1]]), number))
+                drawn = np.exp(rng.uniform(*np.log([values[0], float(high)]), number))
             else:
                 values = np.array(text.split(","), float)
                 drawn = rng.choice(values, number)
@@ -709,12 +709,11 @@ def make_rows(config):
             allowed = f"NAME=0.1,0.2 or NAME=log:0.01:0.1:8, NAME a float: {', '.join(FLOATS)}"
             demand(False, config, "sweep", f"{allowed}; for other fields, a run for each value")
     demand(len(swept) == len(config.sweep), config, "sweep", "each field once")
-    points = zip(*swept.values()) if number else itertools.product(*swept.values())
-    points = [dict(zip(swept, point)) for point in points]
+    combine = zip if number else itertools.product
+    points = [dict(zip(swept, x)) for x in dict.fromkeys(combine(*swept.values()))]
     for point in points:
         check(replace(config, **point))
-    seeds = range(config.seed, config.seed + config.seeds)
-    return [{"seed": seed} | point for point in points for seed in seeds]
+    return [{"seed": config.seed + i} | point for point in points for i in range(config.seeds)]
 
 
 def choose_devices(config, num_rows):
@@ -797,7 +796,7 @@ def plot_curves(folder, swept):
     for axis, column in zip(figure.subplots(1, 2), CURVES):
         curves = {}
         for row in (row for row in table if row.get(column)):
-            point = ", ".join(f"{name} {float(row[name]):.3g}" for name in swept)
+            point = ", ".join(f"{name} {float(row[name]):.6g}" for name in swept)
             curve = curves.setdefault(point, {})
             curve.setdefault(row["update"], []).append((int(row["env_steps"]), float(row[column])))
         for point, curve in curves.items():
@@ -926,7 +925,8 @@ def parse(arguments):
     path = Path(config.out) / "config.json"
     demand(config.out and path.exists(), config, "out", "with --resume, the folder of a run")
     stored = json.loads(path.read_text())
-    demand(stored.pop("script") == SCRIPT, config, "out", f"with --resume, a run of {SCRIPT}")
+    fine = stored.pop("script") == SCRIPT and {*stored} <= {f.name for f in fields(Config)}
+    demand(fine, config, "out", f"with --resume, a run of {SCRIPT} as it stands")
     given = dict(out=config.out, resume=True, distributed=config.distributed)
     stored = replace(Config(**stored), sweep=tuple(stored["sweep"]), **given)
     again = () if config.sweep else stored.sweep  # given again, --sweep must be the same

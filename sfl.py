@@ -2,7 +2,8 @@
 
 No regret and no teacher (Rutherford 2024, 2408.15099): now and then the student plays very many
 random levels, and those that it solves in about half of the episodes become the buffer. Half of
-what it then learns from comes from there, the rest is random as in DR.
+what it then learns from comes from there, the rest is random. Rollouts are DR's, where a new level
+follows an ended episode; the authors' code restarts the same one.
 
     initialise the student
     for each update:
@@ -100,7 +101,7 @@ class Config:
     eval_suite: str = "minimax"  # a suite, or maze names with commas between
     eval_episodes: int = 10  # episodes per maze
     # run
-    fast: bool = False  # FAST's defaults, for half an hour on one core of a CPU
+    fast: bool = False  # defaults for half an hour on one core of a CPU; in code Config(**FAST)
     seed: int = 0  # the first seed
     seeds: int = 1  # trainings, with seeds from the first on
     seeds_at_once: int = 0  # trainings that share a device's memory at once; 0: all; on a CPU one
@@ -345,8 +346,10 @@ def make_train(config, devices=1):
     fine = trajectories % config.num_minibatches == 0
     demand(fine, config, "num_minibatches", f"a divisor of {trajectories}, the trajectories")
     demand(config.num_envs % 2 == 0, config, "num_envs", "even: half of the buffer, half random")
-    at_once, fine = config.candidates_at_once, config.num_candidates >= config.buffer_size
-    demand(fine, config, "num_candidates", f"at least {config.buffer_size}, the buffer")
+    most = (2**31 - 1) // (config.candidate_evals * config.max_steps)  # their steps are an int32
+    fine = config.buffer_size <= config.num_candidates <= most
+    demand(fine, config, "num_candidates", f"{config.buffer_size}, the buffer, to {most}")
+    at_once = config.candidates_at_once
     fine = config.num_candidates % at_once == 0
     demand(fine, config, "candidates_at_once", f"a divisor of {config.num_candidates}")
     core = make_core(config.rnn, config.hidden_size, config.s5_layers, config.s5_norm)
@@ -663,7 +666,7 @@ def make_rows(config):
             if text.startswith("log:"):
                 low, high, steps = text[4:].split(":")
                 values = np.geomspace(float(low), float(high), int(steps))
-                drawn = np.exp(rng.uniform(*np.log(values[[0, -1]]), number))
+                drawn = np.exp(rng.uniform(*np.log([values[0], float(high)]), number))
             else:
                 values = np.array(text.split(","), float)
                 drawn = rng.choice(values, number)
@@ -672,12 +675,11 @@ def make_rows(config):
             allowed = f"NAME=0.1,0.2 or NAME=log:0.01:0.1:8, NAME a float: {', '.join(FLOATS)}"
             demand(False, config, "sweep", f"{allowed}; for other fields, a run for each value")
     demand(len(swept) == len(config.sweep), config, "sweep", "each field once")
-    points = zip(*swept.values()) if number else itertools.product(*swept.values())
-    points = [dict(zip(swept, point)) for point in points]
+    combine = zip if number else itertools.product
+    points = [dict(zip(swept, x)) for x in dict.fromkeys(combine(*swept.values()))]
     for point in points:
         check(replace(config, **point))
-    seeds = range(config.seed, config.seed + config.seeds)
-    return [{"seed": seed} | point for point in points for seed in seeds]
+    return [{"seed": config.seed + i} | point for point in points for i in range(config.seeds)]
 
 
 def choose_devices(config, num_rows):
@@ -760,7 +762,7 @@ def plot_curves(folder, swept):
     for axis, column in zip(figure.subplots(1, 2), CURVES):
         curves = {}
         for row in (row for row in table if row.get(column)):
-            point = ", ".join(f"{name} {float(row[name]):.3g}" for name in swept)
+            point = ", ".join(f"{name} {float(row[name]):.6g}" for name in swept)
             curve = curves.setdefault(point, {})
             curve.setdefault(row["update"], []).append((int(row["env_steps"]), float(row[column])))
         for point, curve in curves.items():
@@ -889,7 +891,8 @@ def parse(arguments):
     path = Path(config.out) / "config.json"
     demand(config.out and path.exists(), config, "out", "with --resume, the folder of a run")
     stored = json.loads(path.read_text())
-    demand(stored.pop("script") == SCRIPT, config, "out", f"with --resume, a run of {SCRIPT}")
+    fine = stored.pop("script") == SCRIPT and {*stored} <= {f.name for f in fields(Config)}
+    demand(fine, config, "out", f"with --resume, a run of {SCRIPT} as it stands")
     given = dict(out=config.out, resume=True, distributed=config.distributed)
     stored = replace(Config(**stored), sweep=tuple(stored["sweep"]), **given)
     again = () if config.sweep else stored.sweep  # given again, --sweep must be the same

@@ -20,13 +20,13 @@ import time
 from pathlib import Path
 
 import numpy as np
+from flax.serialization import msgpack_restore
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parent
 S5 = "--rnn s5 --lr 1e-4 --ent-coef 1e-3"
 S5_PARALLEL = "--parallel --rnn s5 --lr 1e-4 --gae-lambda 0.98 --ent-coef 1e-3"
-FAST = {name: f"{name}.py --fast --eval-suite dcd --eval-interval 150"
-        for name in ("accel", "plr", "sfl", "dr")}  # fmt: skip
+FAST = {name: f"{name}.py --fast --eval-interval 150" for name in ("accel", "plr", "sfl", "dr")}
 METHODS = {  # name: script and options (README, "S5 policies")
     "accel": "accel.py",
     "plr": "plr.py",
@@ -59,10 +59,10 @@ def read(path):
 
 
 def done(folder):
-    """Cycles of a run in its logs, and whether they are all."""
-    if not (folder / "logs.csv").exists():
+    """Cycles of a run in its checkpoint, and whether they are all."""
+    if not (folder / "checkpoint.msgpack").exists():
         return 0, False
-    cycles = max((int(row["update"]) for row in read(folder / "logs.csv")), default=0)
+    cycles = int(msgpack_restore((folder / "checkpoint.msgpack").read_bytes())["step"])
     return cycles, cycles == json.loads((folder / "config.json").read_text())["num_updates"]
 
 
@@ -71,8 +71,8 @@ def train(name, options, deadline):
     folder = options.out / name
     if not done(folder)[1]:
         script, *given = options.methods[name].split()
-        given += f"--seeds {options.seeds} {options.options}".split()
-        given = ["--resume"] if (folder / "config.json").exists() else given
+        given += f"--eval-suite dcd --seeds {options.seeds} {options.options}".split()
+        given += ["--resume"] if (folder / "config.json").exists() else []
         words = [sys.executable, HERE.parent / script, *given, "--out", folder]
         process = subprocess.Popen(list(map(str, words)))
         try:
@@ -80,7 +80,7 @@ def train(name, options, deadline):
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)  # it finishes its chunk, saves and ends
             status = process.wait()
-        if status not in (0, 128 + signal.SIGTERM):
+        if status not in (0, 128 + signal.SIGTERM, -signal.SIGTERM):  # the last: while it starts
             sys.exit(f"{name}: {script} ended with status {status}")
     print(f"{name}: {done(folder)[0]} cycles", flush=True)
     return done(folder)[1]
@@ -104,16 +104,22 @@ def compare(runs, table, file):
 
 def plot(runs, path):
     """Solve rate on the suite that the runs evaluate, mean and range over seeds, against minutes of
-    one core: the median time of an update, so that a pause does not count."""
+    one core (device): the median time of an update, so that a pause does not count; those with an
+    evaluation or SFL's scoring have medians of their own."""
     figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
+    axes, device = figure.subplots(), "core"
     for i, run in enumerate(runs):
         config, seeds = json.loads((run / "config.json").read_text()), {}
         for row in read(run / "logs.csv"):
             seeds.setdefault(row["seed"], []).append(row)
         update, seconds = ([float(row[name]) for row in seeds[row["seed"]]]
                            for name in ("update", "seconds"))  # fmt: skip
-        minute = 60 * len(seeds) / config["devices"] / np.median(np.diff(seconds) / np.diff(update))
+        intervals = "log_interval", "eval_interval", "score_interval"
+        period = np.lcm.reduce([config[name] for name in intervals if config.get(name)])
+        phase, cost = np.array(update)[1:] % period, np.diff(seconds) / np.diff(update)
+        cost = np.mean([np.median(cost[phase == i]) for i in np.unique(phase)])
+        minute = 60 * len(seeds) / config["devices"] / cost  # in updates of one seed
+        device = device if config["devices"] > 1 else "device"  # with all of its threads
         rates = [[float(row["eval_solve_rate"] or "nan") for row in x] for x in seeds.values()]
         at = np.isfinite(rates[0])
         x, rates = np.array(update)[at] / minute, np.array(rates)[:, at]
@@ -121,7 +127,7 @@ def plot(runs, path):
         axes.fill_between(x, rates.min(0), rates.max(0), color=f"C{i}", alpha=0.15, lw=0)
         if run.name in MEANS:
             axes.axhline(MEANS[run.name], color=f"C{i}", ls="--", lw=1)
-    axes.set(xlabel="minutes on one core", ylabel="mean solve rate, 12 unseen mazes", ylim=(0, 1))
+    axes.set(xlabel=f"minutes on one {device}", ylabel="mean solve rate, 12 unseen mazes", ylim=(0, 1))
     axes.set_title("dashed: published, after 30,000 updates on a GPU", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
@@ -157,16 +163,21 @@ def main():
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--fast", action="store_true", help="the scripts' --fast, on a CPU")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[], help="default: all")
+    parser.add_argument("--methods", nargs="+", default=[], help="default: all")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long")
     parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--devices", type=int, default=1, help="that seeds are dealt over")
+    parser.add_argument("--devices", type=int, default=1,
+                        help="that seeds are dealt over: cores, but 1 is all threads of a CPU")
     parser.add_argument("--options", default="", help="further options of the scripts, quoted")
     parser.add_argument("--out", type=Path, help="default: runs/fast or runs/published")
     parser.add_argument("--evaluate", action="store_true", help="instead of training")
     parser.add_argument("--episodes", type=int, default=100, help="of each maze")
     options = parser.parse_args()
     methods = FAST if options.fast else METHODS
+    if unknown := {*options.methods} - {*methods}:
+        parser.error(f"--methods {', '.join(unknown)}: allowed are {', '.join(methods)}")
+    if options.devices < 1:
+        parser.error(f"--devices {options.devices}: allowed is at least 1")
     options.methods = {name: methods[name] for name in options.methods or methods}
     options.out = options.out or Path("runs/fast" if options.fast else "runs/published")
     options.options += f" --devices {options.devices}"

@@ -430,8 +430,10 @@ def main():
     store = options.out / "speed.json"
     data = json.loads(store.read_text()) if store.exists() else {}
     words = sys.argv[1:]
-    for place in {"--against", "--peer-folder", "--out"} & set(words):  # of this machine
+    for place in {"--peer-folder", "--out"} & set(words):  # of this machine
         del words[words.index(place) : words.index(place) + 2]
+    if "--against" in words:
+        words[words.index("--against") + 1] = options.against.name
     entry = {
         "command": " ".join(["python benchmarks/speed.py", *words]),
         "date": str(datetime.date.today()),

@@ -247,6 +247,11 @@ def test_levels_are_drawn_by_seed_name_and_episode():
 
 
 @pytest.mark.slow
+def test_a_maze_named_twice_is_played_once():
+    mazes, _ = evaluate.choose_mazes(evaluate.Arguments(mazes="MiniMaze,Labyrinth,MiniMaze"))
+    assert [maze.name for maze in mazes] == ["MiniMaze", "Labyrinth"]
+
+
 def test_sampled_levels_are_solvable_and_differ():
     mazes, sampled = evaluate.choose_mazes(evaluate.Arguments(suite="sampled", levels=20))
     assert sampled and len(mazes) == 20 and mazes[3].name == "Sampled-3"
@@ -337,6 +342,13 @@ def test_worst_levels_are_no_worse_than_they_are():
     for name, levels in zip(evaluate.WORST, (100, 10, 1)):
         error = (0.9 * 0.1 / (64 * levels * 5)) ** 0.5
         assert abs(summary[name][0] - 0.9) < 4 * error, (name, summary[name])
+
+
+@pytest.mark.parametrize("levels, columns", [(9, 0), (10, 1), (999, 2), (1000, 3)])
+def test_worst_shares_are_at_least_one_level(levels, columns):
+    returns = flip(np.random.default_rng(2), np.full(levels, 0.9), 2, seeds=3)
+    summary = evaluate.summarise(returns, [str(i) for i in range(levels)], 0, True)
+    assert [name for name in summary if name in evaluate.WORST] == [*evaluate.WORST][:columns]
 
 
 def test_worst_levels_are_found():

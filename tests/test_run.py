@@ -258,6 +258,12 @@ def test_curves_are_means_of_what_seeds_have_at_an_update(monkeypatch, tmp_path,
     band = drawn[0].axes[0].collections[0].get_paths()[0].vertices[:, 1]
     assert np.isclose(band.min(), 0.1) and np.isclose(band.max(), 0.6)
 
+    rows[0] += ",gamma"
+    rows[1:] = [f"{row},{gamma}" for row, gamma in zip(rows[1:], (0.9990, 0.9992) * 2)]
+    (tmp_path / "logs.csv").write_text("\n".join(rows))
+    module.plot_curves(tmp_path, ["gamma"])
+    assert len(drawn[1].axes[0].lines) == 2  # a curve for each point of a sweep
+
 
 @pytest.mark.slow
 def test_killed_at_any_moment(tmp, whole, launch, train):
@@ -539,6 +545,9 @@ def test_resume_needs_a_run(monkeypatch, capsys, tmp_path, whole):
     (tmp_path / "config.json").write_text(text.replace('"dr.py"', '"plr.py"'))
     status, line = say(monkeypatch, capsys, "--resume", "--out", tmp_path)
     assert status == 2 and "a run of dr.py" in line
+    (tmp_path / "config.json").write_text(text.replace('"lr"', '"learning_rate"'))
+    status, line = say(monkeypatch, capsys, "--resume", "--out", tmp_path)
+    assert status == 2 and line.startswith("dr.py: error: out = ") and "as it stands" in line
 
 
 @pytest.mark.parametrize("name", ["dr", "plr", "accel", "paired", "sfl"])
@@ -624,6 +633,14 @@ def test_points_of_a_sweep():
     assert np.histogram(lr, 4, (-4, -2))[0].min() > 25  # uniform in the logarithm
     assert all(a["lr"] == b["lr"] and a["seed"] != b["seed"] for a, b in zip(rows[::2], rows[1::2]))
     assert dr.make_rows(dr.Config(seeds=2)) == [{"seed": 0}, {"seed": 1}]
+    rows = dr.make_rows(dr.Config(sweep=("lr=log:1e-4:1e-2:1",), sweep_random=9))
+    assert len({row["lr"] for row in rows}) == 9  # the number of steps is that of the grid
+
+
+@pytest.mark.parametrize("number", [0, 50])
+def test_no_training_twice_in_a_sweep(number):
+    rows = dr.make_rows(dr.Config(seeds=2, sweep=("lr=0.1,0.1,0.2",), sweep_random=number))
+    assert sorted(row["lr"] for row in rows) == [0.1, 0.1, 0.2, 0.2]
 
 
 @pytest.mark.slow

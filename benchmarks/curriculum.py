@@ -1,0 +1,81 @@
+"""What a training replays as it goes on: levels drawn from its buffer in each archived checkpoint.
+
+    python accel.py --fast --archive-interval 500 --out runs/accel
+    python benchmarks/curriculum.py runs/accel --updates 500 1500 3000 6000
+
+A row of the picture is an update, its levels drawn by their replay probability, of the first seed.
+Printed for all seeds together: means over that probability, and how near a level in the buffer has
+come to a test maze of the suite dcd (13 x 13 cells): the smallest number of cells that differ.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import serialization
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import amaze
+import evaluate
+
+
+def read_buffer(path):
+    """A checkpoint's Buffer [R, K, ...] and replay probabilities [R, K], as NumPy arrays."""
+    stored, update, rows, state = evaluate.read_run(path)
+    module = evaluate.import_script(stored.pop("script"), "")
+    config = module.Config(**stored)
+    expected = jax.eval_shape(module.make_train(config).init, jax.random.key(0)).buffer
+    buffer = serialization.from_state_dict(expected, state["buffer"])
+    strength = ([row.get(name, getattr(config, name)) for row in rows]  # may be swept
+                for name in ("temperature", "staleness_coef"))  # fmt: skip
+    inputs = jax.tree.map(jnp.asarray, (buffer, *map(np.array, strength)))
+    probabilities = jax.vmap(lambda x, *strength: module.replay_probabilities(x, update, *strength))
+    return jax.tree.map(np.asarray, (buffer, probabilities(*inputs)))
+
+
+def test_walls():
+    """The wall maps of dcd's mazes of 13 x 13 cells, with their names."""
+    for name in amaze.SUITES["dcd"]:
+        level = amaze.TEST_MAZES[name].sample(jax.random.key(0))
+        if level.wall_map.shape == (13, 13):
+            yield name, np.asarray(level.wall_map)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="folder of a run of accel.py or plr.py")
+    parser.add_argument("--updates", type=int, nargs="+", required=True, help="archived ones")
+    parser.add_argument("--columns", type=int, default=8, help="levels of each")
+    parser.add_argument("--out", default="curriculum.png")
+    options = parser.parse_args()
+    size = 1.4 * options.columns, 1.6 * len(options.updates)
+    grid = Figure(figsize=size, layout="constrained")
+    axes = grid.subplots(len(options.updates), options.columns, squeeze=False)
+    for row, update in zip(axes, options.updates):
+        buffer, probabilities = read_buffer(options.run / f"checkpoint_{update}.msgpack")
+        walls = buffer.level.wall_map  # [R, K, H, W]
+        solution = jax.vmap(jax.vmap(amaze.solve))(jax.tree.map(jnp.asarray, buffer.level))
+        solvable = probabilities * np.asarray(solution.solvable)
+        mean = lambda x, weight=probabilities: (weight * np.asarray(x)).sum() / weight.sum()
+        print(f"update {update}: {mean(walls.sum((2, 3))):.1f} walls, "
+              f"shortest path {mean(solution.path_length, solvable):.1f} cells, "
+              f"{mean(buffer.mutations):.1f} generations of edits, "
+              f"{solvable.sum() / len(solvable):.1%} solvable")
+        taken = walls[buffer.scored]
+        apart = {name: (taken != maze).sum((1, 2)).min() for name, maze in test_walls()}
+        print("  nearest to", ", ".join(f"{name} {n}" for name, n in apart.items()))
+        chosen = np.random.default_rng(0).choice(
+            len(probabilities[0]), options.columns, replace=False, p=probabilities[0])
+        for axis, slot in zip(row, chosen):
+            axis.imshow(amaze.render(jax.tree.map(lambda x: x[0, slot], buffer.level)))
+            axis.set(xticks=[], yticks=[])
+        row[0].set_ylabel(f"update {update:,}")
+    grid.savefig(options.out, dpi=80)
+
+
+if __name__ == "__main__":
+    main()
