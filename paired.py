@@ -252,7 +252,7 @@ def orthogonal(scale):
 
 def make_core(rnn, size, s5_layers, s5_norm):
     if rnn == "s5":
-        return S5(d_model=size, ssm_size=size, n_layers=s5_layers, norm=s5_norm)
+        return S5(d_model=size, ssm_size=max(size // 4 * 4, 4), n_layers=s5_layers, norm=s5_norm)
     return GatedCore(rnn, size)
 
 
@@ -654,7 +654,7 @@ ALLOWED = {  # of a field or a teacher_field
     "at least 1": (lambda v: v >= 1, """num_updates num_envs num_evals num_steps update_epochs seeds
         num_minibatches hidden_size s5_layers max_steps eval_episodes log_interval num_students
         checkpoint_interval buffer_size filters score_interval candidates_at_once"""),
-    "at least 2": (lambda v: v >= 2, "height width candidate_evals"),
+    "from 2 to 128": (lambda v: 2 <= v <= 128, "height width candidate_evals"),
     "above 0": (lambda v: v > 0, "clip_eps max_grad_norm temperature"),
     "from 0 to 1": (lambda v: 0 <= v <= 1, "gamma gae_lambda replay_prob staleness_coef min_fill"),
     "what is installed: pip install wandb, pip install trackio":
@@ -700,12 +700,12 @@ def make_rows(config):
             if text.startswith("log:"):
                 low, high, steps = text[4:].split(":")
                 values = np.geomspace(float(low), float(high), int(steps))
-                drawn = np.exp(rng.uniform(*np.log([values[0], float(high)]), number))
+                drawn = np.exp(rng.uniform(*sorted(np.log([values[0], float(high)])), number))
             else:
                 values = np.array(text.split(","), float)
                 drawn = rng.choice(values, number)
             swept[FLOATS[FLOATS.index(name)]] = (drawn if number else values).tolist()
-        except (ValueError, IndexError):
+        except (ValueError, ArithmeticError, IndexError):
             allowed = f"NAME=0.1,0.2 or NAME=log:0.01:0.1:8, NAME a float: {', '.join(FLOATS)}"
             demand(False, config, "sweep", f"{allowed}; for other fields, a run for each value")
     demand(len(swept) == len(config.sweep), config, "sweep", "each field once")
@@ -724,7 +724,7 @@ def choose_devices(config, num_rows):
     deal = lambda shard: math.gcd(wanted or len(here), parts[shard])  # that many deal evenly
     shard = config.shard or max(parts, key=deal)
     fine = deal(shard) <= len(here) and {deal(shard)} >= {wanted, config.devices} - {0}
-    allowed = f"a divisor of {parts[shard]}, for {shard}, and at most {len(here)}, what is here"
+    allowed = f"a divisor of {parts[shard]}, for {shard}, {len(here)} at most (--distributed: all)"
     demand(fine, config, "devices", allowed)
     return here[: deal(shard)], shard
 
@@ -908,7 +908,7 @@ def run(config):
                     drawn = partial(amaze.plot_levels(levels).savefig, format="png")
                     write(folder / f"levels/update_{step}.png", drawn)
                     plot_curves(folder, list(rows[0])[1:])
-    if ended:
+    if ended and step < config.num_updates:
         say(f"stopped at update {step}; to go on: python {sys.argv[0]} --resume --out {folder}")
         sys.exit(128 + ended)
     say(f"done: {seconds:.0f} s; next: python evaluate.py {folder} --script {sys.argv[0]}")
@@ -966,7 +966,7 @@ def main():
             raise
         error.filename = getattr(error, "filename", None) or "logs.csv"  # `write` names the others
         why = str(error).splitlines()[0]
-        message, status = f"{why}; the last checkpoint is intact, --resume goes on from it", 1
+        message, status = f"{why}; the last checkpoint is intact, if any; --resume goes on", 1
     print(f"{SCRIPT}: error: {message}", file=sys.stderr, flush=True)
     (os._exit if jax.distributed.is_initialized() else sys.exit)(status)  # others wait for this one
 

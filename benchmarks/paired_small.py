@@ -35,16 +35,19 @@ PANELS = {
 
 
 def train():
-    with open(TABLE, "w", newline="") as file, tempfile.TemporaryDirectory() as folder:
-        writer = csv.DictWriter(file, ["mode", "update", *PANELS], extrasaction="ignore")
-        writer.writeheader()
+    table = []
+    with tempfile.TemporaryDirectory() as folder:
         for mode, students in STUDENTS.items():
             out = Path(folder) / mode
             given = ["--regret", mode, "--num-students", str(students), "--out", str(out)]
             command = [sys.executable, HERE.parent / "paired.py", *given, *OPTIONS]
             subprocess.run(command, check=True)
             with open(out / "logs.csv", newline="") as log:
-                writer.writerows({"mode": mode} | row for row in csv.DictReader(log))
+                table += [{"mode": mode} | row for row in csv.DictReader(log)]
+    with open(TABLE, "w", newline="") as file:
+        writer = csv.DictWriter(file, ["mode", "update", *PANELS], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(table)
 
 
 def plot():

@@ -224,7 +224,9 @@ def command(*words):
 
 
 def compilation(folder, run, script, core, seeds):
-    """Seconds that a script takes, as it says, to compile updates with evaluation; memory."""
+    """Seconds that a script takes, as it says, to compile updates with evaluation; memory.
+
+    From commit 71c16be on they are without tracing, which every run does once before."""
     options = f"--rnn {core} --seeds {seeds} --num-updates 2 --log-interval 2"
     if script == "paired":
         options += f" --teacher-rnn {core}" + " --teacher-filters 32" * (core == "s5")

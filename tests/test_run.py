@@ -409,6 +409,9 @@ def say(monkeypatch, capsys, *args, module=dr):
     ("--sweep lr=", "sweep = ('lr=',)"),
     ("--sweep lr=log:1e-4:1e-2", "sweep = ('lr=log:1e-4:1e-2',)"),
     ("--sweep lr=log:0:1:3", "sweep = ('lr=log:0:1:3',)"),
+    ("--sweep lr=log:-1e-4:1e-2:3", "sweep = ('lr=log:-1e-4:1e-2:3',)"),
+    ("--sweep lr=log:1e-4:inf:3", "sweep = ('lr=log:1e-4:inf:3',)"),
+    ("--height 300", "height = 300"),
     ("--sweep lr=log:1e-4:1e-2:0", "sweep = ('lr=log:1e-4:1e-2:0',)"),
     ("--sweep lr=log:1e-4:1e-2:0 --sweep-random 2", "sweep = ('lr=log:1e-4:1e-2:0',)"),
     ("--sweep lr=1e-3 --sweep lr=1e-4", "sweep = "),
@@ -635,6 +638,8 @@ def test_points_of_a_sweep():
     assert dr.make_rows(dr.Config(seeds=2)) == [{"seed": 0}, {"seed": 1}]
     rows = dr.make_rows(dr.Config(sweep=("lr=log:1e-4:1e-2:1",), sweep_random=9))
     assert len({row["lr"] for row in rows}) == 9  # the number of steps is that of the grid
+    rows = dr.make_rows(dr.Config(sweep=("lr=log:1e-2:1e-4:3",)))
+    assert np.allclose([row["lr"] for row in rows], [1e-2, 1e-3, 1e-4])  # downwards too
 
 
 @pytest.mark.parametrize("number", [0, 50])
