@@ -147,7 +147,9 @@ def evaluate(options):
             process = subprocess.run(list(map(str, words)), stdout=subprocess.PIPE, text=True)
             if process.returncode:
                 sys.exit(f"evaluate.py ended with status {process.returncode}")
-            say(process.stdout, file)
+            lines = process.stdout.splitlines()
+            lines = [line for line in lines if not line.endswith(("written", "replaced"))]
+            say("\n".join(lines), file)
         compare(runs, read(options.out / "results.csv"), file)
     with open(options.out / "logs.csv", "w", newline="") as file:
         for run in runs:
