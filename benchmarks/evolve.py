@@ -48,7 +48,7 @@ HIDDEN = 8  # units of the network in the value loss
 LOG = jnp.log, jnp.exp  # to the line on which evolution moves, and back
 LOGIT = jax.scipy.special.logit, jax.nn.sigmoid
 LINES = {"lr": LOG, "gae_lambda": LOGIT, "clip_eps": LOG, "ent_coef": LOG}
-SEARCH = "population", "seeds", "seed", "num_updates"  # to resume, as they were
+SEARCH = "population", "seeds", "seed"  # to resume, as they were
 STEP = {"floats": 0.5, "loss": 0.3}  # standard deviation in the first generation
 
 # The hack: a copy of dr.py whose value loss is a network, with parameters that ride in Config.
@@ -165,6 +165,7 @@ def evolve(options, size):
     state = strategy.init(rng, point, params)
     table, kept = (options.out / f"{options.what}.{end}" for end in ("csv", "msgpack"))
     rows, chosen = [], {name: getattr(options, name) for name in SEARCH}
+    chosen["num_updates"] = size["num_updates"]
     if (options.resume or options.compare) and not kept.exists():
         sys.exit(f"{kept}: does not exist")
     if options.resume or options.compare:
@@ -191,7 +192,8 @@ def evolve(options, size):
         if len(rows) % options.save_interval == 0 or len(rows) == options.generations:
             header = ["generation", "mean", "best", *(LINES if options.what == "floats" else ())]
             save(table, "\n".join(map(",".join, [header, *rows])).encode() + b"\n")
-            save(kept, serialization.to_bytes((len(rows), chosen, state)))  # last: rows may be too many
+            # last: rows may be too many
+            save(kept, serialization.to_bytes((len(rows), chosen, state)))
             plot(options, now, rows)
     return to_changes(strategy.get_mean(state))
 

@@ -56,6 +56,9 @@ def test_stopped_and_resumed_equals_uninterrupted(evolve, what, tmp_path):
             run["out"].mkdir(exist_ok=True)
             options = Namespace(**run, generations=generations, resume=resume)
             found.append(evolve.evolve(options, size))
+    options.seeds = 3
+    with pytest.raises(SystemExit, match="'seeds': 2.*not.*'seeds': 3"):
+        evolve.evolve(options, size)
     jax.tree.map(np.testing.assert_array_equal, found[0], found[2])
     assert any((x != y).any() for x, y in zip(*map(jax.tree.leaves, (found[0], found[1]))))
     texts = [(tmp_path / name / f"{what}.csv").read_text() for name in ("whole", "parts")]
@@ -68,7 +71,8 @@ def test_stopped_and_resumed_equals_uninterrupted(evolve, what, tmp_path):
 
 
 def test_a_save_is_neither_overwritten_nor_missed(evolve, tmp_path):
-    options = Namespace(what="floats", population=2, seed=0, out=tmp_path, resume=True, compare=0)
+    options = dict(what="floats", population=2, seeds=2, seed=0, out=tmp_path, compare=0)
+    options = Namespace(**options, resume=True)
     with pytest.raises(SystemExit, match="floats.msgpack: does not exist"):
         evolve.evolve(options, evolve.SMALL)
     (tmp_path / "floats.msgpack").write_bytes(b"")
