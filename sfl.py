@@ -2,8 +2,7 @@
 
 No regret and no teacher (Rutherford 2024, 2408.15099): now and then the student plays very many
 random levels, and those that it solves in about half of the episodes become the buffer. Half of
-what it then learns from comes from there, the rest is random. Rollouts are DR's, where a new level
-follows an ended episode; the authors' code restarts the same one.
+what it then learns from is theirs, the rest random. (The authors restart a level that has ended.)
 
     initialise the student
     for each update:
@@ -346,10 +345,9 @@ def make_train(config, devices=1):
     fine = trajectories % config.num_minibatches == 0
     demand(fine, config, "num_minibatches", f"a divisor of {trajectories}, the trajectories")
     demand(config.num_envs % 2 == 0, config, "num_envs", "even: half of the buffer, half random")
-    most = (2**31 - 1) // (config.candidate_evals * config.max_steps)  # their steps are an int32
-    fine = config.buffer_size <= config.num_candidates <= most
-    demand(fine, config, "num_candidates", f"{config.buffer_size}, the buffer, to {most}")
-    at_once = config.candidates_at_once
+    at_once, most = config.candidates_at_once, 2**31 // config.candidate_evals // config.max_steps
+    fine = config.buffer_size <= config.num_candidates < most  # their steps are an int32
+    demand(fine, config, "num_candidates", f"{config.buffer_size}, the buffer, to {most - 1}")
     fine = config.num_candidates % at_once == 0
     demand(fine, config, "candidates_at_once", f"a divisor of {config.num_candidates}")
     core = make_core(config.rnn, config.hidden_size, config.s5_layers, config.s5_norm)
