@@ -9,6 +9,8 @@ if version("jaxlib") < "0.11":  # later ones have one kind of emitters, and not 
     FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", FLAGS)  # before JAX is imported
 
+from runs import call, launch, pool, tmp, train  # noqa: E402, F401
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: left out of a quick look after a change")

@@ -1,200 +1,32 @@
-"""The command line in processes: runs, checkpoints, resume, errors, sweeps, devices, hacks."""
+"""The command line in processes: runs, checkpoints, resume, errors, sweeps, hacks, trackers."""
 
 import csv
 import importlib
 import json
-import os
 import re
 import shutil
 import signal
-import socket
 import struct
-import subprocess
 import sys
-import time
 from ast import literal_eval
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, fields, replace
-from itertools import count
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from flax import serialization
+from runs import LONG, ROOT, SHORT, TINY, assert_close, assert_equal, contents, copy, interrupt
+from runs import last_update, leaves, load, rewind, table
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import dr  # noqa: E402
-from forks import Server  # noqa: E402
 
-TINY = """--height 5 --width 5 --n-walls 6 --max-steps 12 --num-envs 8 --num-steps 16 --rnn none
-    --hidden-size 16 --update-epochs 2 --lr 1e-2 --eval-suite TrivialMaze --eval-episodes 2
-    --log-interval 2 --eval-interval 4""".split()
-SHORT = [*TINY, *"--num-updates 12 --checkpoint-interval 4 --archive-interval 4".split()]
-FOUR = [*SHORT, *"--seeds 4 --devices 1".split()]
-LONG = [*TINY, *"--num-updates 300 --checkpoint-interval 16 --plot-interval 250 --seeds 2".split()]
-ROWS = [0, 1, 2, 3]
 FIRST = "update grad_updates env_steps seed seconds".split()
 COLUMNS = """train_return train_solve_rate train_episode_length policy_loss value_loss total_loss
     entropy approx_kl clip_fraction explained_variance grad_norm param_norm lr walls path_length
     solvable eval_solve_rate eval_return eval_solve_rate/TrivialMaze
     eval_return/TrivialMaze""".split()
 LOSSES = "policy_loss value_loss total_loss entropy approx_kl grad_norm param_norm".split()
-
-
-@pytest.fixture(scope="module")
-def tmp(tmp_path_factory):
-    """A folder for all runs. Processes share a compilation cache there, or the one that is set."""
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
-def launch(tmp):
-    """Start `python dr.py ...`, or another script, as a fork where that is the same. devices: as
-    if the user had set XLA_FLAGS so; before: Python, run in the process before the script."""
-    for name in ("wandb", "trackio"):  # found before the real ones, and not to be imported
-        (tmp / "unasked").mkdir(exist_ok=True)
-        (tmp / "unasked" / f"{name}.py").write_text(f"raise SystemExit('{name} is imported')")
-
-    def launch(*args, devices=1, script=ROOT / "dr.py", env={}, before="", **options):
-        flags = os.environ["XLA_FLAGS"]
-        flags += f" --xla_force_host_platform_device_count={devices}" if devices else ""
-        defaults = {"JAX_COMPILATION_CACHE_DIR": str(tmp / "cache")} | os.environ
-        defaults |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PLATFORMS": "cpu"}
-        defaults |= {"XLA_FLAGS": flags}
-        defaults |= {"PYTHONPATH": f"{tmp / 'unasked'}:{ROOT}"}
-        if devices and script != "-c" and not (env or before or options):
-            servers[:] = servers or [Server(tmp, defaults)]
-            return servers[0].start([*map(str, [script, *args])], defaults, tmp)
-        env, command = defaults | env, [sys.executable, *map(str, [script, *args])]
-        if before:
-            before = f"import os, sys; {before}; os.execv(sys.executable, sys.argv[1:])"
-            command = [sys.executable, "-c", before, *command]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        return subprocess.Popen(command, env=env, **pipes, **{"cwd": tmp} | options)
-
-    servers = []
-    yield launch
-    for server in servers:
-        server.end()
-
-
-def finish(process):
-    """Wait for its end -> exit status, stdout, stderr; one that hangs is killed."""
-    try:
-        out, err = process.communicate(timeout=600)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return process.returncode, out, err
-
-
-@pytest.fixture(scope="module")
-def call(launch):
-    """Run it to its end -> exit status, stdout, stderr."""
-
-    def call(*args, **options):
-        return finish(launch(*args, **options))
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def train(call):
-    """Run it, and it must succeed -> stdout."""
-
-    def train(*args, **options):
-        status, out, err = call(*args, **options)
-        assert status == 0, err
-        return out
-
-    return train
-
-
-@pytest.fixture(scope="module")
-def pool():
-    """Two runs at a time: most of one is the start of a process."""
-    with ThreadPoolExecutor(2) as pool:
-        yield pool
-
-
-def load(folder):
-    return serialization.msgpack_restore((folder / "checkpoint.msgpack").read_bytes())
-
-
-def table(folder):
-    """logs.csv without the column that differs from run to run."""
-    with open(folder / "logs.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [{name: row[name] for name in row if name != "seconds"} for row in rows]
-
-
-def leaves(checkpoint):
-    """[rows, ...] arrays of a checkpoint's state, by path."""
-    flat = jax.tree_util.tree_flatten_with_path(checkpoint["state"])[0]
-    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in flat}
-
-
-def assert_same_state(folder, other):
-    """Bit for bit: keys, parameters, optimiser, buffer."""
-    one, two = load(folder), load(other)
-    assert one["step"] == two["step"] and one["rows"] == two["rows"]
-    one, two = leaves(one), leaves(two)
-    assert one.keys() == two.keys() and len(one) > 20
-    assert [name for name in one if not np.array_equal(one[name], two[name])] == []
-
-
-def assert_equal(folder, other):
-    """The same run, bit for bit: state and log rows."""
-    assert_same_state(folder, other)
-    assert table(folder) == table(other)
-
-
-def assert_close(folder, rows, other, other_rows):
-    """Rows of a run equal rows of another, to rounding; columns swept in only one may differ."""
-    one, two = leaves(load(folder)), leaves(load(other))
-    assert one.keys() == two.keys() and len(one) > 20
-    for name in one:
-        assert np.allclose(one[name][rows], two[name][other_rows], 1e-3, 1e-4), name
-    logs = []
-    for path, chosen in ((folder, rows), (other, other_rows)):
-        lines, number = table(path), len(load(path)["rows"])
-        logs.append([line for i, line in enumerate(lines) if i % number in chosen])
-    assert len(logs[0]) == len(logs[1]) > 0
-    for line, other_line in zip(*logs):
-        for name in line.keys() & other_line.keys():
-            x, y = line[name], other_line[name]
-            assert (x == y == "") or np.isclose(float(x), float(y), 1e-3, 1e-4), name
-
-
-def last_update(folder):
-    """The update of the last whole row of logs.csv; 0 if there is none."""
-    path = folder / "logs.csv"
-    lines = path.read_text().split("\n")[1:-1] if path.exists() else []
-    return int(lines[-1].split(",")[0]) if lines else 0
-
-
-def interrupt(process, folder, update, number):
-    """Send a signal once the run has logged that update -> exit status, stdout, stderr."""
-    deadline = time.time() + 600
-    while last_update(folder) < update and process.poll() is None and time.time() < deadline:
-        time.sleep(0.01)
-    time.sleep(np.random.default_rng().uniform(0, 0.05))  # any moment will do
-    process.send_signal(number)
-    return finish(process)
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def rewind(folder, other, update):
-    """A copy of a run as it was when it wrote an archived checkpoint, its logs ahead of it."""
-    shutil.copytree(folder, other)
-    shutil.copy(other / f"checkpoint_{update}.msgpack", other / "checkpoint.msgpack")
-    return other
 
 
 # --- a run, and the same one interrupted
@@ -331,24 +163,6 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp, stopped, call, train, whole
     if file == "checkpoint.msgpack":
         train("--resume", "--out", folder)
         assert_equal(folder, whole)
-
-
-@pytest.mark.slow
-def test_a_finished_run_goes_on(tmp, layouts, train):
-    """It equals one that was this long from the start, but that it was evaluated at its old end."""
-    folder, longer = tmp / "longer", layouts("dr")
-    train(*FOUR, "--num-updates", 10, "--out", folder, devices=4)
-    train("--resume", "--num-updates", 12, "--out", folder, devices=4)
-    assert_same_state(folder, longer)
-    log, expected = table(folder), table(longer)
-    assert len(log) == len(expected) == 24
-    for row, expected_row in zip(log, expected):
-        for name in row:
-            extra = row["update"] == "10" and name.startswith("eval_")
-            assert row[name] == expected_row[name] or extra and row[name] != "", name
-    assert json.loads((folder / "config.json").read_text())["num_updates"] == 12
-    train("--resume", "--out", folder, devices=4)
-    assert table(folder) == log
 
 
 # --- errors
@@ -565,28 +379,7 @@ def test_help_shows_the_docstring_as_it_stands(monkeypatch, capsys, name):
 # --- rows: seeds, groups, sweeps
 
 
-@pytest.mark.slow
-def test_archives(layouts):
-    four = layouts("dr")
-    names = [f"checkpoint_{i}.msgpack" for i in (4, 8, 12)]
-    assert sorted(path.name for path in four.glob("checkpoint_*")) == sorted(names)
-    for i in (4, 8, 12):
-        data = (four / f"checkpoint_{i}.msgpack").read_bytes()
-        assert serialization.msgpack_restore(data)["step"] == i
-    assert (four / names[-1]).read_bytes() == (four / "checkpoint.msgpack").read_bytes()
-
-
-@pytest.mark.slow
-def test_groups_equal_all_at_once(tmp, layouts, train):
-    four, folder = layouts("dr"), tmp / "groups"
-    train(*FOUR, "--seeds-at-once", 2, "--out", folder, devices=4)
-    assert_close(folder, ROWS, four, ROWS)
-    other = rewind(folder, tmp / "groups_other", 8)  # groups of another size go on with it
-    train("--resume", "--out", other, "--seeds-at-once", 1, devices=4)
-    assert_close(other, ROWS, four, ROWS)
-
-
-SWEEP = "--sweep lr=1e-2,1e-3 --sweep ent_coef=0,0.1 --seeds 2".split()
+SWEEP = "--sweep lr=1e-2,1e-3 --sweep ent_coef=1e-3,0.1 --seeds 2".split()
 
 
 @pytest.fixture(scope="module")
@@ -597,7 +390,7 @@ def sweep(tmp, train):
 
 @pytest.mark.slow
 def test_sweep(tmp, sweep, train):
-    points = [(lr, ent_coef) for lr in (1e-2, 1e-3) for ent_coef in (0, 0.1)]
+    points = [(lr, ent_coef) for lr in (1e-2, 1e-3) for ent_coef in (1e-3, 0.1)]
     expected = [(seed, *point) for point in points for seed in (0, 1)]
     log, names = table(sweep), ("seed", "lr", "ent_coef")
     assert [tuple(float(row[name]) for name in names) for row in log] == expected * 6
@@ -649,14 +442,14 @@ def test_no_training_twice_in_a_sweep(number):
 
 
 @pytest.mark.slow
-def test_divergence(tmp, layouts, train):
+def test_divergence(tmp, sweep, train):
     """A training that has diverged is named once, logs nan, and the others go on."""
     folder = tmp / "diverged"
     said = train(*SHORT, "--sweep", "lr=1e-2,1e38", "--out", folder)
     named = re.findall("^diverged at update 1: .*", said, re.MULTILINE)
     assert len(named) == said.count("diverged at") == 1
     assert "1e+38" in named[0] and "0.01" not in named[0]
-    assert_close(folder, [0], layouts("dr"), [0])
+    assert_close(folder, [0], sweep, [0])
     for row in table(folder)[1::2]:
         assert {row[name] for name in LOSSES} == {"nan"}
         assert row["eval_return"] == ("0" if int(row["update"]) % 4 == 0 else "")  # not measured
@@ -682,207 +475,11 @@ def test_all_trainings_diverge(tmp, call):
     assert {row[name] for row in log[6:] for name in LOSSES} == {"nan"}
 
 
-# --- devices
-
-BUFFER = "--eval-interval 0 --buffer-size 24 --min-fill 0.5 --replay-prob 0.5"
-TEACHER = "--eval-interval 0 --teacher-hidden-size 16 --teacher-filters 4"
-# candidates in three turns, which neither two nor four devices share evenly
-CANDIDATES = """--num-candidates 12 --candidates-at-once 4 --candidate-evals 2 --buffer-size 8
-    --score-interval 3 --num-minibatches 2"""
-# name: script, its options, and on what the same four trainings run beside one device, from the
-# start or after that run or another one until update 8
-VARIANTS = {
-    "dr": ("dr.py", "", ("4 levels", "2 seeds after 4 levels", "4 seeds, 2 processes")),
-    "plr": ("plr.py", BUFFER, ("2 levels", "4 seeds after 2 levels", "4 levels, 2 processes")),
-    "plr_parallel": ("plr.py", f"{BUFFER} --parallel", ("4 levels",)),
-    "accel": ("accel.py", BUFFER, ("4 levels after 1 seeds",)),
-    "accel_minibatches": ("accel.py", f"{BUFFER} --parallel --num-minibatches 2",
-                          ("4 levels", "2 seeds after 4 levels")),
-    "paired": ("paired.py", TEACHER, ("2 levels", "4 seeds after 2 levels")),
-    "sfl": ("sfl.py", CANDIDATES, ("4 levels", "2 seeds after 4 levels")),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def layouts(tmp, launch, train, pool):
-    """layouts(variant, layout) -> folder; with the first, all runs of a variant are started."""
-
-    def run(variant, layout):
-        script, options, _ = VARIANTS[variant]
-        folder, number, shard = tmp / f"{variant} {layout}", *re.findall(r"\w+", layout)[:2]
-        where = "--devices", number, "--shard", shard, "--out", folder
-        args = [*SHORT, *options.split(), "--seeds", 4]
-        if "after" in layout:
-            rewind(layouts(variant, layout.split(" after ")[1]), folder, 8)
-            args = ["--resume"]
-        if "processes" in layout:  # alone: one waits no longer than 30 s for the other's compiler
-            wait(other for name, other in runs[variant].items() if name != layout)
-            both = start_together(launch, *args, *where, script=ROOT / script)
-            (status, said, err), (other, _, other_err) = map(finish, both)
-            assert status == other == 0, err + other_err
-        else:
-            said = train(*args, *where, devices=4, script=ROOT / script)
-        assert f"{folder}: 4 training(s) on {number} x cpu, dealt by {shard}" in said
-        return folder
-
-    def layouts(variant, layout="1 seeds"):
-        if variant not in runs:
-            runs[variant] = {}
-            for name in ("1 seeds", *VARIANTS[variant][2]):
-                runs[variant][name] = pool.submit(run, variant, name)
-        return runs[variant][layout].result()
-
-    runs = {}
-    return layouts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant, layout", [(k, x) for k, v in VARIANTS.items() for x in v[2]])
-def test_any_devices_give_the_training_of_one(layouts, variant, layout):
-    one, folder = layouts(variant), layouts(variant, layout)
-    assert_close(folder, ROWS, one, ROWS)
-    assert {len(x) for x in leaves(load(folder)).values()} == {4}
-    written = {path.relative_to(folder) for path in contents(folder)}
-    assert written == {path.relative_to(one) for path in contents(one)}
-    learnt = {int(row["grad_updates"]) for row in table(folder)[-4:]}
-    assert max(learnt) > 0 and (variant not in ("plr", "accel") or max(learnt) < 12)
-
-
-@pytest.mark.slow
-def test_resumed_with_levels_over_devices_bit_for_bit(tmp, layouts, train):
-    folder = rewind(layouts("dr", "4 levels"), tmp / "levels_again", 4)
-    train("--resume", "--out", folder, devices=4)
-    assert_equal(folder, layouts("dr", "4 levels"))
-
-
-@pytest.mark.parametrize("args, expected", [
-    ("--seeds 8", "4 seeds"),
-    ("--seeds 1", "4 levels"),
-    ("--seeds 3", "4 levels"),
-    ("--seeds 2 --num-envs 6", "2 seeds"),
-    ("--seeds 3 --num-envs 5", "1 seeds"),
-    ("--seeds 2 --sweep lr=0.1,0.2", "4 seeds"),
-    ("--num-minibatches 4", "2 levels"),
-    ("--seeds 4 --devices 1", "1 seeds"),
-    ("--seeds 6 --devices 3", "3 seeds"),
-    ("--seeds 4 --devices 3 --num-envs 6", "3 levels"),
-    ("--seeds 4 --shard levels", "4 levels"),
-    ("--seeds 2 --shard seeds", "2 seeds"),
-    ("--seeds 4 --devices 3", "devices = 3: allowed is "),
-    ("--seeds 5 --devices 5", "devices = 5: allowed is "),
-    ("--seeds 1 --devices 4 --shard seeds", "devices = 4: allowed is "),
-    ("--devices 4 --num-minibatches 4", "devices = 4: allowed is "),
-])  # fmt: skip
-def test_what_is_dealt(monkeypatch, args, expected):
-    """By default seeds, where they deal evenly over four devices; levels if that uses more."""
-    monkeypatch.setattr(jax, "devices", lambda: list("abcd"))
-    config = dr.parse([*TINY, *args.split()])
-    try:
-        devices, shard = dr.choose_devices(config, len(dr.make_rows(config)))
-        assert f"{len(devices)} {shard}" == expected
-    except dr.BadConfig as error:
-        assert str(error).startswith(expected) and "allowed" in expected
-
-
-@pytest.mark.slow
-def test_every_core_is_a_device(tmp, launch, pool):
-    """On a CPU, unless the user says otherwise."""
-    cores = sorted(os.sched_getaffinity(0))
-    one_core = dict(before=f"os.sched_setaffinity(0, {cores[:1]})")
-    cases = [
-        (len(cores), ["--seeds", len(cores)], {}),
-        (1, ["--seeds", 2, "--num-envs", 8], one_core),
-        (1, ["--seeds", 2, "--devices", 1], {}),
-        (3, ["--seeds", 3], dict(env={"JAX_NUM_CPU_DEVICES": "3"})),
-    ]
-
-    def first_line(number, args, options):
-        out = tmp / f"cores{next(numbers)}"
-        process = launch(*SHORT, *args, "--out", out, **{"devices": None} | options)
-        line = process.stdout.readline()
-        process.kill()
-        return line, process.communicate()[1]
-
-    numbers = count()
-    for (number, *_), (line, err) in zip(cases, pool.map(first_line, *zip(*cases))):
-        assert f"training(s) on {number} x cpu, dealt by seeds" in line, err
-
-
-# --- processes
-
-
-def start_together(launch, *args, **options):
-    """Two processes of two devices each that make one run."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = "127.0.0.1:%d" % free.getsockname()[1]
-    one = lambda i: launch(*args, "--distributed", f"{address},2,{i}", devices=2, **options)
-    return [one(0), one(1)]
-
-
-@pytest.mark.slow
-def test_one_of_two_processes_is_stopped_or_dies(tmp, launch):
-    """A signal to one stops both after the chunk; where one is killed, the other ends."""
-    folder = tmp / "torn"
-    args = [*LONG, "--num-updates", 6000, "--shard", "levels", "--out", folder]
-    one, other = start_together(launch, *args)
-    status, _, err = interrupt(other, folder, 10, signal.SIGTERM)
-    assert status == 128 + signal.SIGTERM, err
-    status, out, err = finish(one)
-    assert status == 128 + signal.SIGTERM and "stopped at update" in out, err
-    stopped = last_update(folder)
-    assert load(folder)["step"] == stopped >= 10
-
-    one, other = start_together(launch, "--resume", "--out", folder)
-    status, _, err = interrupt(other, folder, stopped + 40, signal.SIGKILL)
-    assert status == -signal.SIGKILL, err
-    status, _, err = finish(one)
-    # the connection breaks, or JAX, which misses the heartbeat, ends the process
-    assert status and ("--resume" in err.splitlines()[-1] or "another task died" in err), err
-    step = load(folder)["step"]
-    assert step >= stopped
-
-    process = launch("--resume", "--out", folder, devices=4)
-    status, _, err = interrupt(process, folder, last_update(folder) + 2, signal.SIGTERM)
-    assert status == 128 + signal.SIGTERM and load(folder)["step"] > step, err
-
-
-@pytest.mark.slow
-def test_what_one_of_two_processes_refuses_ends_both(tmp, launch, whole):
-    """The folder is taken, which only the process that writes it finds out."""
-    before = contents(whole)
-    one, other = start_together(launch, *SHORT, "--seeds", 4, "--out", whole)
-    status, _, err = finish(one)
-    assert status == 2 and err.splitlines()[-1].startswith("dr.py: error: out = "), err
-    assert finish(other)[0] not in (0, 2)
-    assert contents(whole) == before
-
-
-@pytest.mark.slow
-def test_distributed_without_a_cluster(tmp, call, pool):
-    values = "auto", "127.0.0.1:1", "127.0.0.1:1,2,2", "127.0.0.1:1,2", "127.0.0.1:1,two,0"
-    run = lambda value: call(*TINY, "--distributed", value, "--out", tmp / "nowhere")
-    for value, (status, _, err) in zip(values, pool.map(run, values)):
-        line = err.splitlines()[-1]
-        assert status == 2 and f"distributed = '{value}': allowed is" in line, err
-        assert "HOST:PORT" in line and not (tmp / "nowhere").exists()
-
-
 # --- copies that were hacked
 
 
-def copy(tmp, name, changes, script="dr.py"):
-    """A copy of a script, in which each text of `changes` is replaced."""
-    text = (ROOT / script).read_text()
-    for old, new in changes.items():
-        assert old in text.split("\n# --- command line\n")[0], old
-        text = text.replace(old, new)
-    (tmp / f"{name}.py").write_text(text)
-    return tmp / f"{name}.py"
-
-
 @pytest.mark.slow
-def test_a_new_float_is_swept(tmp, layouts, train):
+def test_a_new_float_is_swept(tmp, sweep, train):
     """It is a field of Config, used in rollout; nothing else tells of it."""
     act = "action, log_prob, value = act(params, memory, obs, is_first, "
     changes = {
@@ -893,7 +490,7 @@ def test_a_new_float_is_swept(tmp, layouts, train):
     said = train(*SHORT, "--sweep", "noise=1,0.1", "--out", folder, script=script)
     assert f"next: python evaluate.py {folder} --script {script}" in said
     assert [row["noise"] for row in table(folder)] == ["1.0", "0.1"] * 6
-    assert_close(folder, [0], layouts("dr"), [0])
+    assert_close(folder, [0], sweep, [0])
     log = table(folder)
     assert all(log[i]["policy_loss"] != log[i + 1]["policy_loss"] for i in range(0, 12, 2))
     status = json.loads((folder / "config.json").read_text())

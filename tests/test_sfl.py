@@ -218,7 +218,7 @@ def test_every_float_can_be_swept():
 
 @pytest.mark.parametrize("changes, words", [
     (dict(num_envs=7, num_minibatches=1), "num_envs = 7: allowed is even"),
-    (dict(num_candidates=8, candidates_at_once=8), "num_candidates = 8: allowed is 12, the buffer, to "),
+    (dict(num_candidates=8), "num_candidates = 8: allowed is 12, the buffer, to "),
     (dict(num_candidates=10**8), "num_candidates = 100000000: allowed is 12, the buffer, to "),
     (dict(candidates_at_once=15), "candidates_at_once = 15: allowed is a divisor of 48"),
     (dict(candidate_evals=1), "candidate_evals = 1: allowed is from 2 to 128"),

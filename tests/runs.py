@@ -1,0 +1,187 @@
+"""The command line in processes: fixtures and helpers of test_run.py and test_devices.py."""
+
+import csv
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import serialization
+from forks import Server
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = """--height 5 --width 5 --n-walls 6 --max-steps 12 --num-envs 8 --num-steps 16 --rnn none
+    --hidden-size 16 --update-epochs 2 --lr 1e-2 --eval-suite TrivialMaze --eval-episodes 2
+    --log-interval 2 --eval-interval 4""".split()
+SHORT = [*TINY, *"--num-updates 12 --checkpoint-interval 4 --archive-interval 4".split()]
+FOUR = [*SHORT, *"--seeds 4 --devices 1".split()]
+LONG = [*TINY, *"--num-updates 300 --checkpoint-interval 16 --plot-interval 250 --seeds 2".split()]
+
+
+@pytest.fixture(scope="module")
+def tmp(tmp_path_factory):
+    """A folder for all runs. Processes share a compilation cache there, or the one that is set."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def launch(tmp):
+    """Start `python dr.py ...`, or another script, as a fork where that is the same. devices: as
+    if the user had set XLA_FLAGS so; before: Python, run in the process before the script."""
+    for name in ("wandb", "trackio"):  # found before the real ones, and not to be imported
+        (tmp / "unasked").mkdir(exist_ok=True)
+        (tmp / "unasked" / f"{name}.py").write_text(f"raise SystemExit('{name} is imported')")
+
+    def launch(*args, devices=1, script=ROOT / "dr.py", env={}, before="", **options):
+        flags = os.environ["XLA_FLAGS"]
+        flags += f" --xla_force_host_platform_device_count={devices}" if devices else ""
+        defaults = {"JAX_COMPILATION_CACHE_DIR": str(tmp / "cache")} | os.environ
+        defaults |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PLATFORMS": "cpu"}
+        defaults |= {"XLA_FLAGS": flags}
+        defaults |= {"PYTHONPATH": f"{tmp / 'unasked'}:{ROOT}"}
+        if devices and script != "-c" and not (env or before or options):
+            servers[:] = servers or [Server(tmp, defaults)]
+            return servers[0].start([*map(str, [script, *args])], defaults, tmp)
+        env, command = defaults | env, [sys.executable, *map(str, [script, *args])]
+        if before:
+            before = f"import os, sys; {before}; os.execv(sys.executable, sys.argv[1:])"
+            command = [sys.executable, "-c", before, *command]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, env=env, **pipes, **{"cwd": tmp} | options)
+
+    servers = []
+    yield launch
+    for server in servers:
+        server.end()
+
+
+def finish(process):
+    """Wait for its end -> exit status, stdout, stderr; one that hangs is killed."""
+    try:
+        out, err = process.communicate(timeout=600)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def call(launch):
+    """Run it to its end -> exit status, stdout, stderr."""
+
+    def call(*args, **options):
+        return finish(launch(*args, **options))
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def train(call):
+    """Run it, and it must succeed -> stdout."""
+
+    def train(*args, **options):
+        status, out, err = call(*args, **options)
+        assert status == 0, err
+        return out
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Two runs at a time: most of one is the start of a process."""
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+def load(folder):
+    return serialization.msgpack_restore((folder / "checkpoint.msgpack").read_bytes())
+
+
+def table(folder):
+    """logs.csv without the column that differs from run to run."""
+    with open(folder / "logs.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{name: row[name] for name in row if name != "seconds"} for row in rows]
+
+
+def leaves(checkpoint):
+    """[rows, ...] arrays of a checkpoint's state, by path."""
+    flat = jax.tree_util.tree_flatten_with_path(checkpoint["state"])[0]
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in flat}
+
+
+def assert_same_state(folder, other):
+    """Bit for bit: keys, parameters, optimiser, buffer."""
+    one, two = load(folder), load(other)
+    assert one["step"] == two["step"] and one["rows"] == two["rows"]
+    one, two = leaves(one), leaves(two)
+    assert one.keys() == two.keys() and len(one) > 20
+    assert [name for name in one if not np.array_equal(one[name], two[name])] == []
+
+
+def assert_equal(folder, other):
+    """The same run, bit for bit: state and log rows."""
+    assert_same_state(folder, other)
+    assert table(folder) == table(other)
+
+
+def assert_close(folder, rows, other, other_rows):
+    """Rows of a run equal rows of another, to rounding; columns swept in only one may differ."""
+    one, two = leaves(load(folder)), leaves(load(other))
+    assert one.keys() == two.keys() and len(one) > 20
+    for name in one:
+        assert np.allclose(one[name][rows], two[name][other_rows], 1e-3, 1e-4), name
+    logs = []
+    for path, chosen in ((folder, rows), (other, other_rows)):
+        lines, number = table(path), len(load(path)["rows"])
+        logs.append([line for i, line in enumerate(lines) if i % number in chosen])
+    assert len(logs[0]) == len(logs[1]) > 0
+    for line, other_line in zip(*logs):
+        for name in line.keys() & other_line.keys():
+            x, y = line[name], other_line[name]
+            assert (x == y == "") or np.isclose(float(x), float(y), 1e-3, 1e-4), name
+
+
+def last_update(folder):
+    """The update of the last whole row of logs.csv; 0 if there is none."""
+    path = folder / "logs.csv"
+    lines = path.read_text().split("\n")[1:-1] if path.exists() else []
+    return int(lines[-1].split(",")[0]) if lines else 0
+
+
+def interrupt(process, folder, update, number):
+    """Send a signal once the run has logged that update -> exit status, stdout, stderr."""
+    deadline = time.time() + 600
+    while last_update(folder) < update and process.poll() is None and time.time() < deadline:
+        time.sleep(0.01)
+    time.sleep(np.random.default_rng().uniform(0, 0.05))  # any moment will do
+    process.send_signal(number)
+    return finish(process)
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def rewind(folder, other, update):
+    """A copy of a run as it was when it wrote an archived checkpoint, its logs ahead of it."""
+    shutil.copytree(folder, other)
+    shutil.copy(other / f"checkpoint_{update}.msgpack", other / "checkpoint.msgpack")
+    return other
+
+
+def copy(tmp, name, changes, script="dr.py"):
+    """A copy of a script, in which each text of `changes` is replaced."""
+    text = (ROOT / script).read_text()
+    for old, new in changes.items():
+        assert old in text.split("\n# --- command line\n")[0], old
+        text = text.replace(old, new)
+    (tmp / f"{name}.py").write_text(text)
+    return tmp / f"{name}.py"
