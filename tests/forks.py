@@ -13,10 +13,12 @@ import time
 from pathlib import Path
 
 SERVER = """
-import json, os, runpy, signal, sys
+import gc, json, os, runpy, signal, sys
 from pathlib import Path
 import distrax, flax.linen, flax.struct, jax, jax.experimental.multihost_utils, matplotlib.figure
 import numpy, optax, tqdm, tyro
+
+gc.set_threshold(200_000)
 
 def reap(*_):
     while True:

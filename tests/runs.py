@@ -26,7 +26,7 @@ LONG = [*TINY, *"--num-updates 300 --checkpoint-interval 16 --plot-interval 250 
 
 @pytest.fixture(scope="module")
 def tmp(tmp_path_factory):
-    """A folder for all runs. Processes share a compilation cache there, or the one that is set."""
+    """A folder for all runs."""
     return tmp_path_factory.mktemp("runs")
 
 
@@ -41,9 +41,8 @@ def launch(tmp):
     def launch(*args, devices=1, script=ROOT / "dr.py", env={}, before="", **options):
         flags = os.environ["XLA_FLAGS"]
         flags += f" --xla_force_host_platform_device_count={devices}" if devices else ""
-        defaults = {"JAX_COMPILATION_CACHE_DIR": str(tmp / "cache")} | os.environ
-        defaults |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PLATFORMS": "cpu"}
-        defaults |= {"XLA_FLAGS": flags}
+        defaults = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+        defaults |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         defaults |= {"PYTHONPATH": f"{tmp / 'unasked'}:{ROOT}"}
         if devices and script != "-c" and not (env or before or options):
             servers[:] = servers or [Server(tmp, defaults)]
