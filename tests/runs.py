@@ -38,21 +38,21 @@ def launch(tmp):
         (tmp / "unasked").mkdir(exist_ok=True)
         (tmp / "unasked" / f"{name}.py").write_text(f"raise SystemExit('{name} is imported')")
 
-    def launch(*args, devices=1, script=ROOT / "dr.py", env={}, before="", **options):
+    def launch(*args, devices=1, script=ROOT / "dr.py", env={}, before="", cwd=tmp):
         flags = os.environ["XLA_FLAGS"]
         flags += f" --xla_force_host_platform_device_count={devices}" if devices else ""
         defaults = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
         defaults |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         defaults |= {"PYTHONPATH": f"{tmp / 'unasked'}:{ROOT}"}
-        if devices and script != "-c" and not (env or before or options):
+        if devices and script != "-c" and not (env or before):
             servers[:] = servers or [Server(tmp, defaults)]
-            return servers[0].start([*map(str, [script, *args])], defaults, tmp)
+            return servers[0].start([*map(str, [script, *args])], defaults, cwd)
         env, command = defaults | env, [sys.executable, *map(str, [script, *args])]
         if before:
             before = f"import os, sys; {before}; os.execv(sys.executable, sys.argv[1:])"
             command = [sys.executable, "-c", before, *command]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        return subprocess.Popen(command, env=env, **pipes, **{"cwd": tmp} | options)
+        return subprocess.Popen(command, env=env, cwd=cwd, **pipes)
 
     servers = []
     yield launch

@@ -71,11 +71,10 @@ def read(path):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp, train):
     """A run folder of two seeds, trained for two updates."""
-    folder = tmp_path_factory.mktemp("runs") / "dr"
-    execute(ROOT / "dr.py", "--out", folder, *flags(TINY))
-    return folder
+    train("--out", tmp / "dr", *flags(TINY))
+    return tmp / "dr"
 
 
 @pytest.fixture
@@ -764,8 +763,8 @@ except SystemExit:
         assert int(execute("-c", code, **clean)) == number
 
 
-def test_help_shows_the_docstring_as_it_stands():
-    out = execute(ROOT / "evaluate.py", "--help")
+def test_help_shows_the_docstring_as_it_stands(train):
+    out = train("--help", script=ROOT / "evaluate.py")
     assert out.startswith(evaluate.__doc__) and out.count("Shapes ") == 1 and "--batch-size" in out
 
 

@@ -1,10 +1,7 @@
 """The README's recipes: each diff is applied to a copy of its script, which then trains."""
 
-import csv
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from runs import table
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -45,21 +43,22 @@ def load(path):
     return module
 
 
-def train(path, *args):
-    """Rows of the log of a short run of the copy, where it lies alone; another one, resumed."""
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, path, *TINY, *args, "--out", "run"]
-    done = subprocess.run(command, cwd=path.parent, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert f"python evaluate.py run --script {path}" in done.stdout
-    with open(path.parent / "run" / "logs.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["update"] for row in rows] == ["2", "4", "6"]
-    return rows
+@pytest.fixture
+def run(train):
+    """Rows of the log of a short run of a copy, where it lies alone."""
+
+    def run(path, *args):
+        said = train(*TINY, *args, "--out", "run", script=path, cwd=path.parent)
+        assert f"python evaluate.py run --script {path}" in said
+        rows = table(path.parent / "run")
+        assert [row["update"] for row in rows] == ["2", "4", "6"]
+        return rows
+
+    return run
 
 
 @pytest.mark.slow
-def test_a_new_score(tmp_path):
+def test_a_new_score(tmp_path, run):
     path = hack(SCORE, tmp_path)
     module = load(path)
     done = np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 1]], bool)
@@ -72,12 +71,12 @@ def test_a_new_score(tmp_path):
     loss = np.maximum(-advantage, 0)
     np.testing.assert_allclose(scores["mna"], [loss[:2, 0].mean(), 0, loss[:, 2].mean()], 1e-5)
     buffer = "--score mna --buffer-size 8 --min-fill 0.5 --rnn none".split()
-    rows = train(path, *buffer)
+    rows = run(path, *buffer)
     assert int(rows[-1]["grad_updates"]) > 0 and float(rows[-1]["buffer_fill"]) > 0
 
 
 @pytest.mark.slow
-def test_another_student(tmp_path):
+def test_another_student(tmp_path, run):
     path = hack(STUDENT, tmp_path)
     module = load(path)
     core = module.make_core("lstm", 16, 2, "after")
@@ -94,16 +93,15 @@ def test_another_student(tmp_path):
     same = jnp.isclose(other, whole, atol=1e-5).all(-1)  # seen for eight steps of an episode
     assert np.flatnonzero(~same[:, 0]).tolist() == list(range(4, 12))
     assert np.flatnonzero(~same[:, 1]).tolist() == [4]
-    train(path)
+    run(path)
 
 
 @pytest.mark.slow
-def test_a_new_level_generator(tmp_path):
+def test_a_new_level_generator(tmp_path, run):
     path = hack(LEVELS, tmp_path)
-    walls = {float(row["walls"]) for row in train(path, "--rnn", "none")}
-    assert walls == {8.0}  # two rows of four; agent and goal take no wall away
-    assert all(float(row["solvable"]) == 1 for row in csv.DictReader(
-        (tmp_path / "run" / "logs.csv").open()))
+    rows = run(path, "--rnn", "none")
+    assert {float(row["walls"]) for row in rows} == {8.0}  # agent and goal take no wall away
+    assert {float(row["solvable"]) for row in rows} == {1.0}
 
 
 @pytest.mark.slow
