@@ -16,7 +16,7 @@ From code  jax.jit(jax.vmap(make_train(Config())))(jax.random.split(jax.random.k
 Sweep      jax.vmap(lambda rng, lr: make_train(replace(config, lr=lr))(rng))(rngs, lrs)
 
 Shapes     T steps, N levels, E copies that play each level, B = N * E trajectories, H core units,
-           M test mazes. Time comes first: [T, B, ...]. Everything below make_train is for one seed.
+           M test mazes. Time comes first: [T, B, ...]. make_train is for one seed.
 """
 
 import csv
@@ -62,7 +62,7 @@ class Config:
     anneal_lr: bool = False  # lower lr linearly, to 0 after num_updates; fast True
     num_updates: int = 30_000  # cycles; fast 5,800
     num_envs: int = 32  # N, levels per cycle
-    num_evals: int = 1  # E, trajectories on each level; more judge a level better
+    num_evals: int = 1  # E, trajectories on each level
     num_steps: int = 256  # T, steps per trajectory and cycle
     update_epochs: int = 5  # passes over the batch; fast 3
     num_minibatches: int = 1  # they split trajectories, never time; fast 2
@@ -603,13 +603,13 @@ def make_rows(config):
 def choose_devices(config, num_rows):
     """The devices to use, as many as deal evenly, and what is dealt over them: seeds or levels."""
     here, (n, m) = jax.devices(), (config.num_envs, config.num_minibatches)
-    wanted = len(here) if jax.process_count() > 1 else config.devices
     parts = {"seeds": num_rows, "levels": math.gcd(n * config.num_evals // m, n // m)}
-    deal = lambda shard: math.gcd(wanted or len(here), parts[shard])  # that many deal evenly
+    counts = range(1, len(here) + 1) if jax.process_count() == 1 else [len(here)]
+    counts = [i for i in counts if config.devices in (0, i)]
+    deal = lambda shard: max((i for i in counts if parts[shard] % i == 0), default=0)
     shard = config.shard or max(parts, key=deal)
-    fine = deal(shard) <= len(here) and {deal(shard)} >= {wanted, config.devices} - {0}
-    allowed = f"a divisor of {parts[shard]}, for {shard}, {len(here)} at most (--distributed: all)"
-    demand(fine, config, "devices", allowed)
+    allowed = "a divisor of {seeds} (seeds) or {levels} (levels), at most {}; --distributed: all"
+    demand(deal(shard) > 0, config, "devices", allowed.format(len(here), **parts))
     return here[: deal(shard)], shard
 
 

@@ -809,13 +809,13 @@ def make_rows(config):
 def choose_devices(config, num_rows):
     """The devices to use, as many as deal evenly, and what is dealt over them: seeds or levels."""
     here, (n, m) = jax.devices(), (config.num_envs, config.num_minibatches)
-    wanted = len(here) if jax.process_count() > 1 else config.devices
     parts = {"seeds": num_rows, "levels": math.gcd(n * config.num_evals // m, n // m)}
-    deal = lambda shard: math.gcd(wanted or len(here), parts[shard])  # that many deal evenly
+    counts = range(1, len(here) + 1) if jax.process_count() == 1 else [len(here)]
+    counts = [i for i in counts if config.devices in (0, i)]
+    deal = lambda shard: max((i for i in counts if parts[shard] % i == 0), default=0)
     shard = config.shard or max(parts, key=deal)
-    fine = deal(shard) <= len(here) and {deal(shard)} >= {wanted, config.devices} - {0}
-    allowed = f"a divisor of {parts[shard]}, for {shard}, {len(here)} at most (--distributed: all)"
-    demand(fine, config, "devices", allowed)
+    allowed = "a divisor of {seeds} (seeds) or {levels} (levels), at most {}; --distributed: all"
+    demand(deal(shard) > 0, config, "devices", allowed.format(len(here), **parts))
     return here[: deal(shard)], shard
 
 

@@ -20,7 +20,7 @@ From code  jax.jit(jax.vmap(make_train(Config())))(jax.random.split(jax.random.k
 Sweep      jax.vmap(lambda rng, lr: make_train(replace(config, lr=lr))(rng))(rngs, lrs)
 
 Shapes     T steps, N levels, E copies that play each level, B = N * E trajectories, H core units,
-           M test mazes. Time comes first: [T, B, ...]. Everything below make_train is for one seed.
+           M test mazes. Time comes first: [T, B, ...]. make_train is for one seed.
            K levels are in the buffer.
 """
 
@@ -66,9 +66,9 @@ class Config:
     # PPO
     lr: float = 2.5e-4  # Adam's learning rate; fast 2e-3
     anneal_lr: bool = True  # lower lr linearly, to 0 after num_updates
-    num_updates: int = 4_578  # cycles; of 65,536 steps, 3e8 in all; fast 4,800
+    num_updates: int = 4_578  # cycles; of 65,536 steps, 3e8 to learn from; fast 4,800
     num_envs: int = 256  # N, levels per cycle; fast 32
-    num_evals: int = 1  # E, trajectories on each level; more judge a level better
+    num_evals: int = 1  # E, trajectories on each level
     num_steps: int = 256  # T, steps per trajectory and cycle
     update_epochs: int = 4  # passes over the batch; fast 3
     num_minibatches: int = 4  # they split trajectories, never time; fast 2
@@ -345,9 +345,10 @@ def make_train(config, devices=1):
     fine = trajectories % config.num_minibatches == 0
     demand(fine, config, "num_minibatches", f"a divisor of {trajectories}, the trajectories")
     demand(config.num_envs % 2 == 0, config, "num_envs", "even: half of the buffer, half random")
-    at_once, most = config.candidates_at_once, 2**31 // config.candidate_evals // config.max_steps
-    fine = config.buffer_size <= config.num_candidates < most  # their steps are an int32
-    demand(fine, config, "num_candidates", f"{config.buffer_size}, the buffer, to {most - 1}")
+    fits, at_once = 2**31 - batch_steps, config.candidates_at_once  # an int32 counts their steps
+    most = fits // config.candidate_evals // config.max_steps
+    fine = config.buffer_size <= config.num_candidates <= most
+    demand(fine, config, "num_candidates", f"{config.buffer_size}, the buffer, to {most}")
     fine = config.num_candidates % at_once == 0
     demand(fine, config, "candidates_at_once", f"a divisor of {config.num_candidates}")
     core = make_core(config.rnn, config.hidden_size, config.s5_layers, config.s5_norm)
@@ -683,13 +684,13 @@ def make_rows(config):
 def choose_devices(config, num_rows):
     """The devices to use, as many as deal evenly, and what is dealt over them: seeds or levels."""
     here, (n, m) = jax.devices(), (config.num_envs, config.num_minibatches)
-    wanted = len(here) if jax.process_count() > 1 else config.devices
     parts = {"seeds": num_rows, "levels": math.gcd(n * config.num_evals // m, n // m)}
-    deal = lambda shard: math.gcd(wanted or len(here), parts[shard])  # that many deal evenly
+    counts = range(1, len(here) + 1) if jax.process_count() == 1 else [len(here)]
+    counts = [i for i in counts if config.devices in (0, i)]
+    deal = lambda shard: max((i for i in counts if parts[shard] % i == 0), default=0)
     shard = config.shard or max(parts, key=deal)
-    fine = deal(shard) <= len(here) and {deal(shard)} >= {wanted, config.devices} - {0}
-    allowed = f"a divisor of {parts[shard]}, for {shard}, {len(here)} at most (--distributed: all)"
-    demand(fine, config, "devices", allowed)
+    allowed = "a divisor of {seeds} (seeds) or {levels} (levels), at most {}; --distributed: all"
+    demand(deal(shard) > 0, config, "devices", allowed.format(len(here), **parts))
     return here[: deal(shard)], shard
 
 

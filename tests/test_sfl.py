@@ -229,6 +229,16 @@ def test_bad_values(changes, words):
         sfl.make_train(replace(SMALL, **changes))
 
 
+def test_the_steps_of_most_candidates_fit_an_int32():
+    """With those that are left from the scoring before, fewer than a batch."""
+    config = replace(SMALL, max_steps=4, candidate_evals=2, num_candidates=2**31 - 1)
+    with pytest.raises(sfl.BadConfig, match="num_candidates") as refused:
+        sfl.make_train(config)
+    batch = config.num_envs * config.num_evals * config.num_steps
+    most = int(str(refused.value).split()[-1])
+    assert most * 2 * 4 + batch - 1 < 2**31 <= (most + 1) * 2 * 4 + batch
+
+
 def test_published_defaults():
     """2408.15099, for the maze."""
     config = sfl.Config()
