@@ -682,7 +682,7 @@ def check(config):
         if get_origin(f.type) is Literal:
             demand(value in get_args(f.type), config, f.name, " | ".join(get_args(f.type)))
         if f.type is int:
-            demand(isinstance(value, int), config, f.name, "a whole number")
+            demand(isinstance(value, int) and abs(value) < 2**31, config, f.name, "a 32-bit int")
         for allowed, (test, names) in ALLOWED.items():
             named = f.name.removeprefix("teacher_") in names.split()
             if named and not isinstance(value, jax.Array):
@@ -898,16 +898,16 @@ def run(config):
                 sys.exit(f"{SCRIPT}: error: all trainings have diverged by update {step}")
             ends = ended or step == config.num_updates
             due = lambda interval: interval and step // interval > before // interval
-            if ends or due(config.checkpoint_interval):
-                save(folder / "checkpoint.msgpack")
-            if due(config.archive_interval):
-                save(folder / f"checkpoint_{step}.msgpack")
             if ends or due(config.plot_interval):
                 levels = jax.tree.map(lambda x: x[0], gather(show(step, table, state)[1]))
                 if first:
                     drawn = partial(amaze.plot_levels(levels).savefig, format="png")
                     write(folder / f"levels/update_{step}.png", drawn)
                     plot_curves(folder, list(rows[0])[1:])
+            if due(config.archive_interval):
+                save(folder / f"checkpoint_{step}.msgpack")
+            if ends or due(config.checkpoint_interval):  # last: what comes before is made again
+                save(folder / "checkpoint.msgpack")
     if ended and step < config.num_updates:
         say(f"stopped at update {step}; to go on: python {sys.argv[0]} --resume --out {folder}")
         sys.exit(128 + ended)
@@ -961,11 +961,11 @@ def main():
         return run(config)
     except BadConfig as error:
         message, status = error, 2
-    except (OSError, jax.errors.JaxRuntimeError) as error:
+    except (OSError, jax.errors.JaxRuntimeError) as error:  # `write` names its file
         if not (isinstance(error, OSError) or jax.distributed.is_initialized()):
             raise
-        error.filename = getattr(error, "filename", None) or "logs.csv"  # `write` names the others
-        why = str(error).splitlines()[0]
+        of_log = error.args[1:] and not getattr(error, "filename", None)
+        why = str(OSError(*error.args, "logs.csv") if of_log else error).splitlines()[0]
         message, status = f"{why}; the last checkpoint is intact, if any; --resume goes on", 1
     print(f"{SCRIPT}: error: {message}", file=sys.stderr, flush=True)
     (os._exit if jax.distributed.is_initialized() else sys.exit)(status)  # others wait for this one

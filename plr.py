@@ -57,11 +57,13 @@ PLAIN = SERIAL | {"num_updates": 30_000}  # not robust: every cycle learns
 PARALLEL = {"num_updates": 30_000, "gae_lambda": 0.95, "staleness_coef": 0.5}
 FAST = SERIAL | {"num_updates": 12_000, "lr": 2e-3, "anneal_lr": True, "num_minibatches": 2,
         "update_epochs": 3, "hidden_size": 64, "ent_coef": 1e-2, "n_walls": 90, "temperature": 1.0}
+Score = Literal["max_mc", "positive_value_loss", "l1_value_loss", "learnability", "oracle_regret"]
 
 
 @dataclass(frozen=True)
 class Config:
-    """Flat. Every float may be a tracer: swept, vmapped. Ints, bools and strings are static."""
+    """Flat. Every float may be a tracer: swept, vmapped. Ints, bools and strings are static.
+    What is None here gets its mode's default at once: Config(parallel=True), not `replace`."""
 
     # PPO
     lr: float = 3e-4  # Adam's learning rate; fast 2e-3
@@ -93,9 +95,7 @@ class Config:
     robust: bool = True  # learn from replayed levels only; parallel: not before there are any
     parallel: bool = False  # fresh and replayed levels together, with other defaults where said
     replay_prob: float = 0.5  # share of cycles that replay once the buffer is warm; parallel: all
-    score: Literal[
-        "max_mc", "positive_value_loss", "l1_value_loss", "learnability", "oracle_regret"
-    ] = "max_mc"  # what makes a level worth replaying
+    score: Score = "max_mc"  # what makes a level worth replaying
     temperature: float = 0.3  # beta: a level's score counts by rank^(-1/beta); fast 1.0
     staleness_coef: float | None = None  # rho: share of age against score; 0.3, parallel 0.5
     buffer_size: int = 4000  # K, slots
@@ -648,7 +648,7 @@ def make_train(config, devices=1):
 
     def replays(step):
         """Whether cycle `step` replays; the same for all seeds, so that it stays a branch."""
-        warm = (step * offered >= config.min_fill * config.buffer_size) & (step > 0)
+        warm = (1.0 * step * offered >= config.min_fill * config.buffer_size) & (step > 0)
         draw = jax.random.uniform(jax.random.fold_in(jax.random.key(0), step))
         return warm if config.parallel else warm & (draw < config.replay_prob)
 
@@ -772,7 +772,7 @@ def check(config):
         if get_origin(f.type) is Literal:
             demand(value in get_args(f.type), config, f.name, " | ".join(get_args(f.type)))
         if f.type is int:
-            demand(isinstance(value, int), config, f.name, "a whole number")
+            demand(isinstance(value, int) and abs(value) < 2**31, config, f.name, "a 32-bit int")
         for allowed, (test, names) in ALLOWED.items():
             named = f.name.removeprefix("teacher_") in names.split()
             if named and not isinstance(value, jax.Array):
@@ -988,16 +988,16 @@ def run(config):
                 sys.exit(f"{SCRIPT}: error: all trainings have diverged by update {step}")
             ends = ended or step == config.num_updates
             due = lambda interval: interval and step // interval > before // interval
-            if ends or due(config.checkpoint_interval):
-                save(folder / "checkpoint.msgpack")
-            if due(config.archive_interval):
-                save(folder / f"checkpoint_{step}.msgpack")
             if ends or due(config.plot_interval):
                 levels = jax.tree.map(lambda x: x[0], gather(show(step, table, state)[1]))
                 if first:
                     drawn = partial(amaze.plot_levels(levels).savefig, format="png")
                     write(folder / f"levels/update_{step}.png", drawn)
                     plot_curves(folder, list(rows[0])[1:])
+            if due(config.archive_interval):
+                save(folder / f"checkpoint_{step}.msgpack")
+            if ends or due(config.checkpoint_interval):  # last: what comes before is made again
+                save(folder / "checkpoint.msgpack")
     if ended and step < config.num_updates:
         say(f"stopped at update {step}; to go on: python {sys.argv[0]} --resume --out {folder}")
         sys.exit(128 + ended)
@@ -1051,11 +1051,11 @@ def main():
         return run(config)
     except BadConfig as error:
         message, status = error, 2
-    except (OSError, jax.errors.JaxRuntimeError) as error:
+    except (OSError, jax.errors.JaxRuntimeError) as error:  # `write` names its file
         if not (isinstance(error, OSError) or jax.distributed.is_initialized()):
             raise
-        error.filename = getattr(error, "filename", None) or "logs.csv"  # `write` names the others
-        why = str(error).splitlines()[0]
+        of_log = error.args[1:] and not getattr(error, "filename", None)
+        why = str(OSError(*error.args, "logs.csv") if of_log else error).splitlines()[0]
         message, status = f"{why}; the last checkpoint is intact, if any; --resume goes on", 1
     print(f"{SCRIPT}: error: {message}", file=sys.stderr, flush=True)
     (os._exit if jax.distributed.is_initialized() else sys.exit)(status)  # others wait for this one

@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import accel  # noqa: E402
 import amaze  # noqa: E402
 import plr  # noqa: E402
 
@@ -838,6 +839,14 @@ def first_replay_of(module, **mode):
 def test_min_fill_counts_all_levels_of_a_cycle():
     assert first_replay_of(plr) == 25  # 8 levels a cycle
     assert first_replay_of(plr, parallel=True) == 13  # 16
+
+
+@pytest.mark.parametrize("module", [plr, accel])
+def test_a_buffer_stays_warm_beyond_two_billion_levels(module):
+    config = module.Config(num_envs=8192, buffer_size=50_000, parallel=True)
+    replays = inner(module.make_train(config).update, "replays")
+    assert replays(jnp.int32(2**31 // 8192)) and replays(jnp.int32(2**31 // 24576 + 1))
+    assert not replays(jnp.int32(1))
 
 
 def gradient_updates(module, **mode):

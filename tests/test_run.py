@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import inspect
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ import sys
 from ast import literal_eval
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -183,6 +185,7 @@ def say(monkeypatch, capsys, *args, module=dr):
     ("--num-envs -1", "num_envs = -1"),
     ("--num-envs 0", "num_envs = 0"),
     ("--num-updates 0", "num_updates = 0"),
+    ("--num-updates 3000000000", "num_updates = 3000000000"),
     ("--num-steps 0", "num_steps = 0"),
     ("--num-evals 0", "num_evals = 0"),
     ("--update-epochs 0", "update_epochs = 0"),
@@ -191,6 +194,7 @@ def say(monkeypatch, capsys, *args, module=dr):
     ("--num-minibatches 64", "num_minibatches = 64"),
     ("--seeds 0", "seeds = 0"),
     ("--seed -1", "seed = -1"),
+    ("--seed 4294967301", "seed = 4294967301"),
     ("--seeds-at-once -1", "seeds_at_once = -1"),
     ("--seeds 3 --devices 1 --seeds-at-once 2", "seeds_at_once = 2"),
     ("--lr -0.1", "lr = -0.1"),
@@ -372,8 +376,17 @@ def test_help_shows_the_docstring_as_it_stands(monkeypatch, capsys, name):
     module = importlib.import_module(name)
     status, said = say(monkeypatch, capsys, "--help", module=module)
     assert status == 0 and module.__doc__.strip() in said and said.count(module.__doc__[:40]) == 1
+    plain = lambda text: re.sub(r"[\s│]", "", text)
+    about = dict(re.findall(r"(?m)^    (\w+): .*  # (.*)", inspect.getsource(module.Config)))
     for field in fields(module.Config):
         assert f"--{field.name.replace('_', '-')}" in said
+        assert plain(about[field.name]) in plain(said), field.name
+
+
+def test_an_error_without_a_file_is_said_as_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(dr, "run", Mock(side_effect=OSError("Network is unreachable")))
+    status, line = say(monkeypatch, capsys)
+    assert status == 1 and line.startswith("dr.py: error: Network is unreachable; the last")
 
 
 # --- rows: seeds, groups, sweeps
@@ -439,6 +452,22 @@ def test_points_of_a_sweep():
 def test_no_training_twice_in_a_sweep(number):
     rows = dr.make_rows(dr.Config(seeds=2, sweep=("lr=0.1,0.1,0.2",), sweep_random=number))
     assert sorted(row["lr"] for row in rows) == [0.1, 0.1, 0.2, 0.2]
+
+
+@pytest.mark.slow
+def test_a_picture_that_cannot_be_written_is_made_again(tmp, sweep, call, train):
+    """The checkpoint comes after it; here a folder takes the picture's place."""
+    folder = rewind(sweep, tmp / "no_picture", 8)
+    picture = folder / "levels" / "update_12.png"
+    picture.unlink()
+    picture.mkdir()
+    status, _, err = call("--resume", "--out", folder)
+    assert status == 1 and "update_12.png" in err.splitlines()[-1] and load(folder)["step"] == 8
+    picture.rmdir()
+    (folder / "checkpoint_12.msgpack").unlink()
+    train("--resume", "--out", folder)
+    assert_equal(folder, sweep)
+    assert contents(folder).keys() == {folder / x.relative_to(sweep) for x in contents(sweep)}
 
 
 @pytest.mark.slow
