@@ -72,8 +72,8 @@ class Arguments:
     max_steps: int = 250  # time limit of the mazes of --maze-file
     levels: int = 1000  # of the suite `sampled`: random solvable levels with 60 walls
     episodes: int = 100  # per agent and maze (with `sampled`: and level, at least 2)
-    agent: str = "protagonist"  # of paired.py: protagonist, antagonist, a student's number, all
-    batch_size: int = 0  # episodes at once of each agent; 0: 128 on a CPU, 1,024 elsewhere
+    agent: str = "protagonist"  # of paired.py: protagonist, antagonist or a number, all
+    batch_size: int = 0  # episodes at once, of an agent on a device; 0: 128 on a CPU, 1,024 elsewhere
     seed: int = 0  # of levels and actions
     out: str = ""  # folder for results; default: the run's, or the one that holds the runs
     gif: str = ""  # mazes to film, with commas between: each run's first agent and episode
@@ -408,7 +408,7 @@ def load_run(path, args):
     if unknown := set(stored) - {f.name for f in fields(module.Config)}:
         raise Refused(f"config.json: {script} does not know {', '.join(sorted(unknown))}")
     try:
-        config = module.Config(**stored)
+        config = module.Config(**stored | {"track": ""})  # who plays needs no tracker
         train = module.make_train(config)
         state = jax.eval_shape(train.init, jax.random.key(0))
     except (ValueError, TypeError) as error:
@@ -584,10 +584,22 @@ def plot_results(results, summaries):
 def check(args):
     least = {"levels": 1, "episodes": 1, "max_steps": 1, "batch_size": 0, "seed": 0}
     for name, number in least.items():
-        if getattr(args, name) < number:
-            raise Refused(f"{name} = {getattr(args, name)}: allowed is at least {number}")
+        if not number <= getattr(args, name) < 2**31:
+            allowed = f"at least {number}, below {2**31}"
+            raise Refused(f"{name} = {getattr(args, name)}: allowed is {allowed}")
     if not args.runs and not args.show_levels:
         raise Refused("no runs: allowed are folders of runs and checkpoint files")
+
+
+def check_out(out):
+    """Make the folder, before anything is played."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        fine = os.access(out, os.W_OK)
+    except OSError:
+        fine = False
+    if not fine:
+        raise Refused(f"out = {out}: allowed is a folder that can be written")
 
 
 def evaluate(args):
@@ -603,6 +615,7 @@ def evaluate(args):
         return refused
     folders = [run.folder for run in runs] or [Path.cwd()]
     out = Path(args.out or os.path.relpath(os.path.commonpath(folders)))
+    check_out(out)
     optimal, results, table = optimal_returns(mazes), {}, []
     if args.show_levels:
         levels, owner = stack(mazes)

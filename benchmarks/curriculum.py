@@ -25,9 +25,13 @@ import evaluate
 
 def read_buffer(path):
     """A checkpoint's Buffer [R, K, ...] and replay probabilities [R, K], as NumPy arrays."""
+    if not path.exists():
+        sys.exit(f"{path}: does not exist; runs have it with --archive-interval")
     stored, update, rows, state = evaluate.read_run(path)
     module = evaluate.import_script(stored.pop("script"), "")
-    config = module.Config(**stored)
+    if not hasattr(module, "replay_probabilities"):
+        sys.exit(f"{path}: allowed is a run of plr.py or accel.py")
+    config = module.Config(**stored | {"track": ""})
     expected = jax.eval_shape(module.make_train(config).init, jax.random.key(0)).buffer
     buffer = serialization.from_state_dict(expected, state["buffer"])
     strength = ([row.get(name, getattr(config, name)) for row in rows]  # may be swept

@@ -1,4 +1,5 @@
-"""Learning curves of several runs side by side, from their logs.csv: mean and range over seeds.
+"""Learning curves of several runs side by side, from their logs.csv: mean and range over seeds
+(and over the points of a sweep: `evaluate.py` draws those apart).
 
     python benchmarks/curves.py runs/dr-1 runs/plr-1 --columns train_solve_rate eval_solve_rate
     python benchmarks/curves.py runs/accel-1 --columns buffer_walls_weighted replay_path_length
@@ -17,6 +18,8 @@ from matplotlib.figure import Figure
 def read(folder, x, column):
     """x [n], the mean over seeds, and the column's values [n, seeds] where it was logged."""
     points = {}
+    if not (Path(folder) / "logs.csv").exists():
+        raise SystemExit(f"{folder}: has no logs.csv")
     with open(Path(folder) / "logs.csv", newline="") as file:
         for row in csv.DictReader(file):
             if row.get(column):
@@ -49,6 +52,8 @@ def main():
                 last = values[-options.last :].mean(0)
                 each = " ".join(f"{value:.3f}" for value in last)
                 print(f"{name or folder}\t{column}\t{last.mean():.3f}\tof {each}")
+        if not axis.lines:
+            raise SystemExit(f"--columns {column}: no run has logged it")
         axis.set(title=column.replace("_", " "), xlabel=options.x.replace("_", " "))
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize="small")

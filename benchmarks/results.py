@@ -140,7 +140,7 @@ def evaluate(options):
     if not runs:
         sys.exit(f"{options.out}: no run is finished")
     suites = {"sampled": "--levels 2000 --episodes 10", "dcd": f"--episodes {options.episodes}"}
-    with open(options.out / "tables.txt", "w") as file:
+    with open(options.out / "tables.tmp", "w") as file:
         for suite, given in suites.items():  # dcd last: its results.csv is the one to keep
             words = [sys.executable, HERE.parent / "evaluate.py", *runs, "--suite", suite]
             words += [*given.split(), "--out", options.out]
@@ -151,6 +151,7 @@ def evaluate(options):
             lines = [line for line in lines if not line.endswith(("written", "replaced"))]
             say("\n".join(lines), file)
         compare(runs, read(options.out / "results.csv"), file)
+    (options.out / "tables.tmp").replace(options.out / "tables.txt")
     with open(options.out / "logs.csv", "w", newline="") as file:
         for run in runs:
             table = read(run / "logs.csv")

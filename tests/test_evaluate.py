@@ -416,6 +416,7 @@ def test_a_run_from_end_to_end(run, capsys, monkeypatch):
 def test_good_runs_are_evaluated_and_bad_ones_named(run, tmp_path, capsys, monkeypatch):
     (tmp_path / "runs" / "empty").mkdir()
     archive, out = run / "checkpoint_1.msgpack", tmp_path / "results"
+    change_config(run, track="trackio")  # not installed, nor needed
     runs = tmp_path / "runs" / "empty", run, tmp_path / "nowhere", archive
     options = "--mazes", "MiniMaze", "--episodes", "2", "--out", out
     status, stdout, errors = call(capsys, monkeypatch, *runs, *options)
@@ -655,6 +656,9 @@ def test_lies_are_refused_and_nothing_is_executed(lie, run, tmp_path, capsys, mo
     "--agent antagonist": "protagonist",
     "--episodes 0": "at least 1",
     "--batch-size -1": "at least 0",
+    "--seed 99999999999999999999": "seed = 99999999999999999999: allowed is at least 0, below 2",
+    "--max-steps 3000000000": "max_steps = 3000000000: allowed is at least 1, below 2147483648",
+    "--mazes MiniMaze --out bad.txt": "out = bad.txt: allowed is a folder",
     "--mazes MiniMaze --gif Labyrinth": "MiniMaze",
     "--maze-file nowhere.txt": "nowhere.txt",
     "--maze-file bad.txt": "maze 2: unknown character",
