@@ -73,7 +73,7 @@ class Arguments:
     levels: int = 1000  # of the suite `sampled`: random solvable levels with 60 walls
     episodes: int = 100  # per agent and maze (with `sampled`: and level, at least 2)
     agent: str = "protagonist"  # of paired.py: protagonist, antagonist or a number, all
-    batch_size: int = 0  # episodes at once, of an agent on a device; 0: 128 on a CPU, 1,024 elsewhere
+    batch_size: int = 0  # episodes at once, for each player; 0: 128 on a CPU, 1,024 elsewhere
     seed: int = 0  # of levels and actions
     out: str = ""  # folder for results; default: the run's, or the one that holds the runs
     gif: str = ""  # mazes to film, with commas between: each run's first agent and episode
@@ -403,19 +403,18 @@ def fit(expected, found, num_rows):
 def load_run(path, args):
     """The Run of a checkpoint file, or of a folder's last checkpoint."""
     stored, update, rows, found = read_run(path)
-    script = stored.pop("script")
+    script, _ = stored.pop("script"), stored.pop("track", None)  # who plays needs no tracker
     module = import_script(script, args.script)
     if unknown := set(stored) - {f.name for f in fields(module.Config)}:
         raise Refused(f"config.json: {script} does not know {', '.join(sorted(unknown))}")
     try:
-        config = module.Config(**stored | {"track": ""})  # who plays needs no tracker
+        config = module.Config(**stored)
         train = module.make_train(config)
         state = jax.eval_shape(train.init, jax.random.key(0))
     except (ValueError, TypeError) as error:
         raise Refused(f"config.json: {str(error).splitlines()[0]}") from None
     role = "students" if hasattr(state, "students") else "student"
-    found = dict(found.get(role) or {}).get("params")
-    params = fit(getattr(state, role).params, found, len(rows))
+    params = fit(getattr(state, role).params, dict(found.get(role) or {}).get("params"), len(rows))
     names = ["student"]
     if role == "students":  # [rows, S, ...]
         names = [str(i) for i in range(jax.tree.leaves(params)[0].shape[1])]
@@ -536,8 +535,7 @@ def rank(folder, args):
         axes.vlines(x, *summary.T[1:], color="C0")
         axes.set(xlabel=name, ylabel=f"{column}, x: diverged", ylim=(-0.03, 1.03))
         axes.set_xscale("log" if max(x) > 10 * min(x) > 0 else "linear")
-    path = Path(args.out or folder) / "sweep.png"
-    write(path, lambda file: figure.savefig(file, format="png", dpi=150))
+    write(Path(args.out or folder) / "sweep.png", partial(figure.savefig, format="png", dpi=150))
 
 
 def print_results(results, summaries, mazes, optimal):
@@ -582,24 +580,11 @@ def plot_results(results, summaries):
 
 
 def check(args):
-    least = {"levels": 1, "episodes": 1, "max_steps": 1, "batch_size": 0, "seed": 0}
-    for name, number in least.items():
-        if not number <= getattr(args, name) < 2**31:
-            allowed = f"at least {number}, below {2**31}"
-            raise Refused(f"{name} = {getattr(args, name)}: allowed is {allowed}")
+    for name, least in dict(levels=1, episodes=1, max_steps=1, batch_size=0, seed=0).items():
+        if not least <= getattr(args, name) < 2**31:
+            raise Refused(f"{name} = {vars(args)[name]}: allowed is at least {least}, below 2^31")
     if not args.runs and not args.show_levels:
         raise Refused("no runs: allowed are folders of runs and checkpoint files")
-
-
-def check_out(out):
-    """Make the folder, before anything is played."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        fine = os.access(out, os.W_OK)
-    except OSError:
-        fine = False
-    if not fine:
-        raise Refused(f"out = {out}: allowed is a folder that can be written")
 
 
 def evaluate(args):
@@ -615,7 +600,9 @@ def evaluate(args):
         return refused
     folders = [run.folder for run in runs] or [Path.cwd()]
     out = Path(args.out or os.path.relpath(os.path.commonpath(folders)))
-    check_out(out)
+    there = next(x for x in (out, *out.absolute().parents) if x.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise Refused(f"out = {out}: allowed is a folder that can be written")
     optimal, results, table = optimal_returns(mazes), {}, []
     if args.show_levels:
         levels, owner = stack(mazes)

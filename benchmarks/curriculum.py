@@ -31,7 +31,8 @@ def read_buffer(path):
     module = evaluate.import_script(stored.pop("script"), "")
     if not hasattr(module, "replay_probabilities"):
         sys.exit(f"{path}: allowed is a run of plr.py or accel.py")
-    config = module.Config(**stored | {"track": ""})
+    stored.pop("track", None)
+    config = module.Config(**stored)
     expected = jax.eval_shape(module.make_train(config).init, jax.random.key(0)).buffer
     buffer = serialization.from_state_dict(expected, state["buffer"])
     strength = ([row.get(name, getattr(config, name)) for row in rows]  # may be swept

@@ -657,7 +657,7 @@ def test_lies_are_refused_and_nothing_is_executed(lie, run, tmp_path, capsys, mo
     "--episodes 0": "at least 1",
     "--batch-size -1": "at least 0",
     "--seed 99999999999999999999": "seed = 99999999999999999999: allowed is at least 0, below 2",
-    "--max-steps 3000000000": "max_steps = 3000000000: allowed is at least 1, below 2147483648",
+    "--max-steps 3000000000": "max_steps = 3000000000: allowed is at least 1, below 2^31",
     "--mazes MiniMaze --out bad.txt": "out = bad.txt: allowed is a folder",
     "--mazes MiniMaze --gif Labyrinth": "MiniMaze",
     "--maze-file nowhere.txt": "nowhere.txt",
