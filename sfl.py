@@ -530,9 +530,8 @@ def make_train(config, devices=1):
         levels, sometimes = candidates.level, learnability > 0
         stats = level_stats(levels, jax.lax.map(amaze.solve, levels, batch_size=at_once), sometimes)
         stats = {"learnable": sometimes.mean()} | stats
-        rest = steps.sum() + state.more_steps
-        rollouts, rest = state.rollouts + rest // batch_steps, rest % batch_steps
-        state = state.replace(buffer=buffer, rollouts=rollouts, more_steps=rest)
+        rollouts, rest = jnp.divmod(steps.sum() + state.more_steps, batch_steps)
+        state = state.replace(buffer=buffer, rollouts=state.rollouts + rollouts, more_steps=rest)
         return state, {f"candidate_{name}": x for name, x in stats.items()}
 
     def choose_levels(rng, buffer):
