@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,7 +46,8 @@ def launch(tmp):
         defaults |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         defaults |= {"PYTHONPATH": f"{tmp / 'unasked'}:{ROOT}"}
         if devices and script != "-c" and not (env or before):
-            servers[:] = servers or [Server(tmp, defaults)]
+            with lock:  # tests start two at a time
+                servers[:] = servers or [Server(tmp, defaults)]
             return servers[0].start([*map(str, [script, *args])], defaults, cwd)
         env, command = defaults | env, [sys.executable, *map(str, [script, *args])]
         if before:
@@ -54,7 +56,7 @@ def launch(tmp):
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         return subprocess.Popen(command, env=env, cwd=cwd, **pipes)
 
-    servers = []
+    servers, lock = [], threading.Lock()
     yield launch
     for server in servers:
         server.end()
