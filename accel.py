@@ -614,12 +614,12 @@ def make_train(config, devices=1):
 
     def sample_replay(rng, state):
         """N levels drawn from the buffer with replacement, with their mutations and origins; fresh
-        ones from a buffer that is still empty, because no episode has ended."""
+        ones for free slots: from a buffer that is still empty, because no episode has ended."""
         probability = replay_probabilities(state.buffer, state.step, *strength)
         slot = jax.random.choice(rng, config.buffer_size, (config.num_envs,), p=probability)
         drawn = state.buffer.level, state.buffer.mutations, state.buffer.origin
         drawn = jax.tree.map(lambda x: x[slot], drawn)
-        choose = partial(jnp.where, state.buffer.scored.any())
+        choose = partial(jax.vmap(jnp.where), state.buffer.scored[slot])
         return jax.tree.map(choose, drawn, sample_fresh(rng, state))
 
     def edit(rng, levels, mutations, origin):
@@ -734,7 +734,7 @@ def make_train(config, devices=1):
         # 7. EVALUATE
         grad_updates = state.grad_updates + learns
         # the command line needs these two: PPO updates so far, rollouts of N * E * T steps so far
-        metrics |= {"grad_updates": grad_updates, "rollouts": rollouts, "lr": lr}
+        metrics |= {"grad_updates": grad_updates, "rollouts": rollouts, "current_lr": lr}
         episode = first_episodes(batch.reward, batch.done)
         metrics |= {f"train_{name}": x for name, x in episode_stats(*episode).items()}
         for name, where in {"fresh": ~(replayed | child), "replay": replayed}.items():
@@ -953,13 +953,15 @@ def plot_curves(folder, swept):
     write(folder / "curves.png", partial(figure.savefig, format="png"))
 
 
-def open_run(config):
+def open_run(config, metrics):
     """The run folder, made if it is new, and its last checkpoint."""
     names = (Path(f"runs/{Path(SCRIPT).stem}-{i}") for i in itertools.count(1))
     folder = Path(config.out or next(name for name in names if not name.exists()))
-    checkpoint = {"step": 0, "seconds": 0.0, "log_bytes": 0, "state": None}
+    checkpoint = {"step": 0, "seconds": 0.0, "log_bytes": 0, "state": None, "metrics": metrics}
     if config.resume and (folder / "checkpoint.msgpack").exists():
-        checkpoint = serialization.msgpack_restore((folder / "checkpoint.msgpack").read_bytes())
+        checkpoint |= serialization.msgpack_restore((folder / "checkpoint.msgpack").read_bytes())
+    other = ", ".join(sorted({*metrics} ^ {*checkpoint["metrics"]}))
+    demand(not other, config, "out", f"with --resume, a run with the same metrics; not so: {other}")
     if not jax.process_index():
         fresh = config.resume or not any(folder.glob("*"))
         demand(fresh, config, "out", "a new or empty folder; --resume goes on with a run")
@@ -983,7 +985,7 @@ def run(config):
     metrics = jax.eval_shape(update(config.log_interval), 0, table, state)[1]
     for name in {"grad_updates", "rollouts"} - metrics.keys():
         raise BadConfig(f"make_train's metrics: {name} is missing, which logs.csv needs")
-    folder, last = open_run(config)
+    folder, last = open_run(config, list(metrics))
     step, seconds, saved = last["step"], last["seconds"], last["state"]
     saved = saved and serialization.from_state_dict(state, saved)
     state = jax.device_put(saved or init(0, table, None)[0], sharding)
@@ -1004,7 +1006,7 @@ def run(config):
     def save(path):
         """A checkpoint; it notes how long logs.csv is, so that both agree after a crash."""
         data = {"step": step, "seconds": seconds, "log_bytes": log.tell()}
-        data["rows"] = {str(i): row for i, row in enumerate(rows)}
+        data |= {"metrics": list(metrics), "rows": {str(i): row for i, row in enumerate(rows)}}
         data["state"] = serialization.to_state_dict(gather(state))
         if first:
             os.fsync(log.fileno())  # before the checkpoint that counts on it
@@ -1033,7 +1035,6 @@ def run(config):
             shown |= {name: lines[0][name] for name in CURVES if lines[0].get(name)}
             bar.set_postfix(shown, refresh=False)
             bar.update(steps)
-
             infinite = np.any([np.isinf(x) for x in chunk.values()], axis=0)  # [R, steps]
             for i in {*np.flatnonzero(infinite.any(1))} - diverged:
                 say(f"diverged at update {before + infinite[i].argmax() + 1}: {rows[i]}")
@@ -1071,8 +1072,7 @@ def parse(arguments):
     stored = json.loads(path.read_text())
     fine = stored.pop("script") == SCRIPT and {*stored} <= {f.name for f in fields(Config)}
     demand(fine, config, "out", f"with --resume, a run of {SCRIPT} as it stands")
-    given = dict(out=config.out, resume=True, distributed=config.distributed)
-    stored = replace(Config(**stored), sweep=tuple(stored["sweep"]), **given)
+    stored = Config(**stored | {"sweep": tuple(stored["sweep"]), "distributed": config.distributed})
     again = () if config.sweep else stored.sweep  # given again, --sweep must be the same
     config = tyro.cli(Config, default=replace(stored, sweep=again), **options)
     for f in fields(Config):

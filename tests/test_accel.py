@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import test_plr
 from test_plr import (
-    ACTS, LEARNS_IN_BRANCH, MODES, SMALL, K, T, check_an_empty_buffer,
-    check_fresh_levels_shown, check_logged, close,
+    ACTS, LEARNS_IN_BRANCH, MODES, SMALL, K, T, check_a_free_slot_is_not_replayed,
+    check_an_empty_buffer, check_fresh_levels_shown, check_logged, close,
     command_line, contents, defaults, equal, first_replay_of, follow_random_batches,
     gradient_updates, initial, inner, learned, learned_from, learning_columns,
     length_without_robust, names, outcomes, play, products, program, records, refused, replayed,
@@ -265,6 +265,11 @@ def test_cold_parallel_accel_plays_fresh_levels_instead_of_children():
 @pytest.mark.parametrize("blocks, changes", [(1, SERIAL), (3, PARALLEL)])
 def test_an_empty_buffer_is_not_replayed(blocks, changes):
     check_an_empty_buffer(accel, blocks, **changes)
+
+
+@pytest.mark.slow
+def test_a_free_slot_is_not_replayed(monkeypatch, serial):
+    check_a_free_slot_is_not_replayed(monkeypatch, accel, serial[-1].after)
 
 
 def test_parallel_buffer_is_written_once_with_all_blocks(parallel):

@@ -887,6 +887,26 @@ def test_an_empty_buffer_is_not_replayed(blocks):
     check_an_empty_buffer(plr, blocks, **(PARALLEL if blocks > 1 else {}))
 
 
+def check_a_free_slot_is_not_replayed(monkeypatch, module, state):
+    """The drawing, which adds floats up, may come to a slot of probability 0 by rounding."""
+    train, n = program(module)[0], SMALL["num_envs"]
+    sample, fresh = (inner(train.update, f"sample_{x}") for x in ("replay", "fresh"))
+    scored, slot = np.array(state.buffer.scored), np.arange(n)
+    scored[:n] = taken = slot % 2 == 0
+    state = state.replace(buffer=state.buffer._replace(scored=scored))
+    monkeypatch.setattr(jax.random, "choice", lambda *args, **options: slot)
+    drawn, other = sample(jax.random.key(3), state)[0], fresh(jax.random.key(3), state)[0]
+    kept = jax.tree.map(lambda x: x[:n], state.buffer.level)
+    drawn, other, kept = names(drawn), names(other), names(kept)
+    assert set(kept) & set(other) == set()
+    assert drawn == [kept[i] if taken[i] else other[i] for i in range(n)]
+
+
+@pytest.mark.slow
+def test_a_free_slot_is_not_replayed(monkeypatch, serial):
+    check_a_free_slot_is_not_replayed(monkeypatch, plr, serial[-1].after)
+
+
 @pytest.mark.slow
 def test_a_buffer_in_which_nothing_ever_ends_is_not_replayed():
     state = initial(plr, 0, num_steps=1)

@@ -312,6 +312,20 @@ def test_resume_refuses_another_run(monkeypatch, capsys, whole, args, field):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["walls", "rooms"])  # a metric less, and another one
+def test_resume_refuses_other_metrics(tmp, call, whole, name):
+    """All rows of logs.csv have the columns of its header."""
+    (tmp / name).mkdir()
+    line = "metrics |= level_stats(levels, jax.vmap(amaze.solve)(levels))"
+    change = {"walls": "; metrics.pop('walls')", "rooms": " | {'rooms': lr}"}[name]
+    script = copy(tmp / name, "dr", {line: line + change})
+    before = contents(whole)
+    status, _, err = call("--resume", "--out", whole, "--num-updates", 400, script=script)
+    assert status == 2 and err.startswith(f"dr.py: error: out = '{whole}': allowed is ")
+    assert err.rstrip().endswith(f"same metrics; not so: {name}") and contents(whole) == before
+
+
+@pytest.mark.slow
 def test_an_annealed_run_does_not_go_on(monkeypatch, capsys, tmp_path, whole):
     """Its learning rate went down over the updates that it was made for; the line says so."""
     stored = json.loads((whole / "config.json").read_text()) | {"anneal_lr": True}
