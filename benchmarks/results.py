@@ -6,13 +6,15 @@
     python benchmarks/results.py --evaluate      what is trained, beside the published figures
 
 Runs are trained one after the other, in order of interest; each goes on from its checkpoint.
-`--evaluate` writes into --out: `results.csv` (every seed on every maze), `logs.csv` (each run's last
-rows), `tables.txt` and `learning.png` (solve rate against minutes on one core).
+`--evaluate` writes into --results, a folder for each finished method: `results.csv` (every seed on
+every maze), `tables.txt`, `last.csv` (the last rows of its logs), `curve.csv`; and, of all methods
+with a folder there, `mazes.md` and `learning.png` (solve rate against minutes on one core).
 """
 
 import argparse
 import csv
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,48 +88,58 @@ def train(name, options, deadline):
     return done(folder)[1]
 
 
-def say(line, file):
-    print(line, flush=True)
-    print(line, file=file)
+def write(path, table):
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, table[0])
+        writer.writeheader()
+        writer.writerows(table)
 
 
-def compare(runs, table, file):
-    """A line for each maze: mean solve rates over seeds, beside the published ones."""
-    say(f"\n| maze | {' | '.join(run.name for run in runs)} | published: accel | plr | dr |", file)
-    say("|" + "---|" * (len(runs) + 4), file)
-    for maze, published in PUBLISHED.items():
-        rates = [[float(row["solve_rate"]) for row in table
-                  if Path(row["run"]).name == run.name and row["maze"] == maze] for run in runs]
-        means = [*map(np.mean, rates), *published]
-        say(f"| {maze} | {' | '.join(f'{x:.2f}' for x in means)} |", file)
-
-
-def plot(runs, path):
-    """Solve rate on the suite that the runs evaluate, mean and range over seeds, against minutes of
+def curve(run):
+    """Solve rate on the suite that a run evaluates, mean and range over seeds, against minutes of
     one core (device): the median time of an update, so that a pause does not count; those with an
     evaluation or SFL's scoring have medians of their own."""
+    config, seeds = json.loads((run / "config.json").read_text()), {}
+    for row in read(run / "logs.csv"):
+        seeds.setdefault(row["seed"], []).append(row)
+    first = next(iter(seeds.values()))
+    update, seconds = (np.array([float(row[x]) for row in first]) for x in ("update", "seconds"))
+    intervals = "log_interval", "eval_interval", "score_interval"
+    period = np.lcm.reduce([config[name] for name in intervals if config.get(name)])
+    phase, cost = update[1:] % period, np.diff(seconds) / np.diff(update)
+    cost = np.mean([np.median(cost[phase == i]) for i in np.unique(phase)])
+    minutes = update * cost * config["devices"] / len(seeds) / 60  # of one seed's updates
+    for row, *others, minute in zip(*seeds.values(), minutes):
+        rates = [float(x["eval_solve_rate"]) for x in (row, *others) if x["eval_solve_rate"]]
+        if rates:
+            numbers = minute, np.mean(rates), min(rates), max(rates)
+            names = "minutes", "solve_rate", "lowest", "highest"
+            yield {"update": row["update"]} | {k: f"{x:.4g}" for k, x in zip(names, numbers)}
+
+
+def compare(folders):
+    """Markdown: a line for each maze, mean solve rates over seeds beside the published ones."""
+    yield f"| maze | {' | '.join(folders)} | published: accel | plr | dr |"
+    yield "|" + "---|" * (len(folders) + 4)
+    tables = [read(folder / "results.csv") for folder in folders.values()]
+    for maze, published in PUBLISHED.items():
+        rates = [[float(row["solve_rate"]) for row in table if row["maze"] == maze]
+                 for table in tables]  # fmt: skip
+        yield f"| {maze} | {' | '.join(f'{x:.2f}' for x in (*map(np.mean, rates), *published))} |"
+
+
+def plot(folders, path):
     figure = Figure(figsize=(7, 4), layout="constrained")
-    axes, device = figure.subplots(), "core"
-    for i, run in enumerate(runs):
-        config, seeds = json.loads((run / "config.json").read_text()), {}
-        for row in read(run / "logs.csv"):
-            seeds.setdefault(row["seed"], []).append(row)
-        update, seconds = ([float(row[name]) for row in seeds[row["seed"]]]
-                           for name in ("update", "seconds"))  # fmt: skip
-        intervals = "log_interval", "eval_interval", "score_interval"
-        period = np.lcm.reduce([config[name] for name in intervals if config.get(name)])
-        phase, cost = np.array(update)[1:] % period, np.diff(seconds) / np.diff(update)
-        cost = np.mean([np.median(cost[phase == i]) for i in np.unique(phase)])
-        minute = 60 * len(seeds) / config["devices"] / cost  # in updates of one seed
-        device = device if config["devices"] > 1 else "device"  # with all of its threads
-        rates = [[float(row["eval_solve_rate"] or "nan") for row in x] for x in seeds.values()]
-        at = np.isfinite(rates[0])
-        x, rates = np.array(update)[at] / minute, np.array(rates)[:, at]
-        axes.plot(x, rates.mean(0), color=f"C{i}", label=f"{run.name}, {len(seeds)} seeds")
-        axes.fill_between(x, rates.min(0), rates.max(0), color=f"C{i}", alpha=0.15, lw=0)
-        if run.name in MEANS:
-            axes.axhline(MEANS[run.name], color=f"C{i}", ls="--", lw=1)
-    axes.set(xlabel=f"minutes on one {device}", ylabel="mean solve rate, 12 unseen mazes", ylim=(0, 1))
+    axes = figure.subplots()
+    for i, (name, folder) in enumerate(folders.items()):
+        table, seeds = (read(folder / f"{what}.csv") for what in ("curve", "results"))
+        seeds = len({row["seed"] for row in seeds})
+        x, mean, *ends = ([float(row[key]) for row in table] for key in list(table[0])[1:])
+        axes.plot(x, mean, color=f"C{i}", label=f"{name}, {seeds} seeds")
+        axes.fill_between(x, *ends, color=f"C{i}", alpha=0.15, lw=0)
+        if name in MEANS:
+            axes.axhline(MEANS[name], color=f"C{i}", ls="--", lw=1)
+    axes.set(xlabel="minutes on one core", ylabel="mean solve rate, 12 unseen mazes", ylim=(0, 1))
     axes.set_title("dashed: published, after 30,000 updates on a GPU", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
@@ -135,31 +147,32 @@ def plot(runs, path):
 
 
 def evaluate(options):
-    """Write what --evaluate promises, of all finished runs."""
-    runs = [options.out / name for name in options.methods if done(options.out / name)[1]]
-    if not runs:
+    """Write what --evaluate promises."""
+    finished = [name for name in options.methods if done(options.out / name)[1]]
+    if not finished:
         sys.exit(f"{options.out}: no run is finished")
     suites = {"sampled": "--levels 2000 --episodes 10", "dcd": f"--episodes {options.episodes}"}
-    with open(options.out / "tables.tmp", "w") as file:
+    for name in finished:
+        run, into, said = options.out / name, options.results / name, []
         for suite, given in suites.items():  # dcd last: its results.csv is the one to keep
-            words = [sys.executable, HERE.parent / "evaluate.py", *runs, "--suite", suite]
-            words += [*given.split(), "--out", options.out]
-            process = subprocess.run(list(map(str, words)), stdout=subprocess.PIPE, text=True)
+            words = [sys.executable, HERE.parent / "evaluate.py", run, "--suite", suite]
+            process = subprocess.run(list(map(str, [*words, *given.split()])),
+                                     stdout=subprocess.PIPE, text=True)  # fmt: skip
             if process.returncode:
                 sys.exit(f"evaluate.py ended with status {process.returncode}")
             lines = process.stdout.splitlines()
-            lines = [line for line in lines if not line.endswith(("written", "replaced"))]
-            say("\n".join(lines), file)
-        compare(runs, read(options.out / "results.csv"), file)
-    (options.out / "tables.tmp").replace(options.out / "tables.txt")
-    with open(options.out / "logs.csv", "w", newline="") as file:
-        for run in runs:
-            table = read(run / "logs.csv")
-            last = [{"run": run.name} | row for row in table if row["update"] == table[-1]["update"]]
-            writer = csv.DictWriter(file, last[0])
-            writer.writeheader()  # methods have different columns
-            writer.writerows(last)
-    plot(runs, options.out / "learning.png")
+            said += [line for line in lines if not line.endswith(("written", "replaced"))]
+        print("\n".join(said), flush=True)
+        into.mkdir(parents=True, exist_ok=True)
+        (into / "tables.txt").write_text("\n".join(said) + "\n")
+        shutil.copy(run / "results.csv", into)
+        table = read(run / "logs.csv")
+        write(into / "last.csv", [row for row in table if row["update"] == table[-1]["update"]])
+        write(into / "curve.csv", list(curve(run)))
+    folders = {name: options.results / name for name in METHODS}
+    folders = {name: x for name, x in folders.items() if (x / "curve.csv").exists()}
+    (options.results / "mazes.md").write_text("\n".join(compare(folders)) + "\n")
+    plot(folders, options.results / "learning.png")
 
 
 def main():
@@ -174,6 +187,7 @@ def main():
     parser.add_argument("--options", default="", help="further options of the scripts, quoted")
     parser.add_argument("--out", type=Path, help="default: runs/fast or runs/published")
     parser.add_argument("--evaluate", action="store_true", help="instead of training")
+    parser.add_argument("--results", type=Path, help="default: results in --out")
     parser.add_argument("--episodes", type=int, default=100, help="of each maze")
     options = parser.parse_args()
     methods = FAST if options.fast else METHODS
@@ -183,7 +197,8 @@ def main():
         parser.error(f"--devices {options.devices}: allowed is at least 1")
     options.methods = {name: methods[name] for name in options.methods or methods}
     options.out = options.out or Path("runs/fast" if options.fast else "runs/published")
-    options.options += f" --devices {options.devices}"
+    options.results = options.results or options.out / "results"
+    options.options = f"--devices {options.devices} {options.options}"  # the last one counts
     if options.evaluate:
         return evaluate(options)
     deadline = time.time() + 60 * options.minutes
