@@ -160,7 +160,7 @@ def stack(mazes):
     """All levels, padded to one size, and each one's maze: Level [L, ...], [L]."""
     height, width = (max(maze.levels.wall_map.shape[i] for maze in mazes) for i in (1, 2))
     pad = jax.vmap(partial(amaze.pad_level, height=height, width=width))
-    levels = jax.tree.map(lambda *x: jnp.concatenate(x), *(pad(maze.levels) for maze in mazes))
+    levels = jax.tree.map(lambda *x: np.concatenate(x), *(pad(maze.levels) for maze in mazes))
     numbers = [len(maze.levels.agent_dir) for maze in mazes]
     return levels, np.repeat(np.arange(len(mazes)), numbers)
 

@@ -81,7 +81,7 @@ class Config:
     hidden_size: int = 256  # H, units of the core; fast 64
     s5_layers: int = 2  # S5 layers
     s5_norm: Literal["after", "before", "none"] = "after"  # place of LayerNorm in an S5 layer
-    num_students: int = 2  # S; student 0 is the protagonist
+    num_students: int = 2  # S; student 0 is the protagonist; for regret minimax 1 is enough
     # teacher
     regret: Literal["paired", "population", "minimax"] = "paired"  # its reward
     teacher_rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # its recurrent core
