@@ -50,7 +50,7 @@ import amaze
 from s5 import S5
 
 FAST = {"num_updates": 5_800, "lr": 2e-3, "anneal_lr": True, "num_minibatches": 2,
-        "update_epochs": 3, "hidden_size": 64, "ent_coef": 1e-2, "gamma": 0.999}
+        "update_epochs": 3, "hidden_size": 64, "gamma": 0.999}
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Config:
     gamma: float = 0.995  # discount; fast 0.999
     gae_lambda: float = 0.98  # lambda of generalised advantage estimation
     clip_eps: float = 0.2  # clip range of the probability ratio and of the value
-    ent_coef: float = 1e-3  # weight of the entropy bonus; fast 1e-2
+    ent_coef: float = 1e-3  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # the gradient's global norm is clipped to this
     # student

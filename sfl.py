@@ -55,7 +55,7 @@ import amaze
 from s5 import S5
 
 FAST = {"num_updates": 4_800, "lr": 2e-3, "num_envs": 32, "num_minibatches": 2, "update_epochs": 3,
-        "hidden_size": 64, "ent_coef": 1e-2, "gamma": 0.999, "gae_lambda": 0.98, "clip_eps": 0.2,
+        "hidden_size": 64, "ent_coef": 1e-3, "gamma": 0.999, "gae_lambda": 0.98, "clip_eps": 0.2,
         "num_candidates": 2_500, "candidate_evals": 5, "buffer_size": 100}
 
 
@@ -75,7 +75,7 @@ class Config:
     gamma: float = 0.99  # discount; fast 0.999
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation; fast 0.98
     clip_eps: float = 0.04  # clip range of the probability ratio and of the value; fast 0.2
-    ent_coef: float = 0.0  # weight of the entropy bonus; fast 1e-2
+    ent_coef: float = 0.0  # weight of the entropy bonus; fast 1e-3
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # the gradient's global norm is clipped to this
     # student
