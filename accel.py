@@ -71,7 +71,7 @@ class Config:
     anneal_lr: bool = False  # lower lr linearly, to 0 after num_updates; fast True
     num_updates: int | None = None  # cycles; 37,500, parallel or not robust 30,000; fast 6,000
     num_envs: int = 32  # N, levels per cycle
-    num_evals: int = 1  # E, trajectories on each level; more judge a level better
+    num_evals: int = 1  # E, trajectories on each level; more: a surer score
     num_steps: int = 256  # T, steps per trajectory and cycle
     update_epochs: int = 5  # passes over the batch; fast 3
     num_minibatches: int = 1  # they split trajectories, never time; fast 2
@@ -90,7 +90,7 @@ class Config:
     n_walls: int = 0  # wall cells drawn per level, with replacement
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
-    max_steps: int = 250  # time limit of an episode; above num_steps, many count nowhere
+    max_steps: int = 250  # time limit of an episode; one that num_steps cuts off counts nowhere
     see_through_walls: bool = True  # False: MiniGrid's occlusion
     num_edits: int = 20  # edits that make a child of a replayed level; 0: no children, as plr.py
     # level replay

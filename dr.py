@@ -81,7 +81,7 @@ class Config:
     n_walls: int = 60  # wall cells drawn per level, with replacement
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
-    max_steps: int = 250  # time limit of an episode; above num_steps, many count nowhere
+    max_steps: int = 250  # time limit of an episode; one that num_steps cuts off counts nowhere
     see_through_walls: bool = True  # False: MiniGrid's occlusion
     # evaluation
     eval_interval: int = 50  # updates between evaluations; 0: never

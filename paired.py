@@ -61,12 +61,12 @@ FAST = {"num_updates": 800, "lr": 1e-3, "anneal_lr": True, "hidden_size": 64, "t
 class Config:
     """Flat. Every float may be a tracer: swept, vmapped. Ints, bools and strings are static."""
 
-    # PPO
+    # PPO, of the students; of the teacher too but for what has its name
     lr: float = 1e-4  # Adam's learning rate; fast 1e-3
     anneal_lr: bool = False  # lower lr (and teacher_lr) linearly, to 0 after num_updates; fast True
     num_updates: int = 30_000  # cycles; fast 800
     num_envs: int = 32  # N, levels per cycle
-    num_evals: int = 1  # E, trajectories on each level; more judge a level better
+    num_evals: int = 1  # E, trajectories on each level; more: a surer regret
     num_steps: int = 256  # T, steps per trajectory and cycle
     update_epochs: int = 5  # passes over the batch
     num_minibatches: int = 1  # they split trajectories, never time
@@ -79,23 +79,23 @@ class Config:
     # student
     rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # recurrent core; none: feed-forward
     hidden_size: int = 256  # H, units of the core; fast 64
-    s5_layers: int = 2  # S5 layers
+    s5_layers: int = 2  # S5 layers, the teacher's too
     s5_norm: Literal["after", "before", "none"] = "after"  # place of LayerNorm in an S5 layer
-    num_students: int = 2  # S; student 0 is the protagonist; for regret minimax 1 is enough
+    num_students: int = 2  # S; student 0 is the protagonist; regret minimax, published: 1
     # teacher
-    regret: Literal["paired", "population", "minimax"] = "paired"  # its reward
+    regret: Literal["paired", "population", "minimax"] = "paired"  # the teacher's reward
     teacher_rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # its recurrent core
     teacher_lr: float = 1e-4  # its learning rate; fast 1e-3
     teacher_gamma: float = 0.995  # its discount
     teacher_gae_lambda: float = 0.98  # its lambda
     teacher_ent_coef: float = 0.05  # its weight of the entropy bonus; published with s5: 1e-3
     teacher_hidden_size: int = 256  # units of its core; fast 64
-    teacher_filters: int = 128  # of its convolution; published with s5: 32; fast 32
+    teacher_filters: int = 128  # filters of its convolution; published with s5: 32; fast 32
     # levels
     n_walls: int = 60  # the teacher's budget: wall cells placed per level
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
-    max_steps: int = 250  # time limit of an episode; above num_steps, many count nowhere
+    max_steps: int = 250  # time limit of an episode; one that num_steps cuts off counts nowhere
     see_through_walls: bool = True  # False: MiniGrid's occlusion
     # evaluation
     eval_interval: int = 50  # updates between evaluations; 0: never
@@ -614,7 +614,7 @@ def make_train(config, devices=1):
         names = ["", *(["antagonist_"] if config.regret == "paired" else others)]
         metrics = {who + k: x[i] for i, who in enumerate(names) for k, x in metrics.items()}
         metrics |= {f"teacher_{name}": x for name, x in losses.items()} | {"regret": reward.mean()}
-        # the command line needs these two: PPO updates so far, rollouts of N * E * T steps so far
+        # the command line needs these two: a student's PPO updates, rollouts of N * E * T steps
         metrics |= {"grad_updates": step, "rollouts": step * config.num_students}
         metrics |= level_stats(levels, jax.vmap(amaze.solve)(levels)) | {"current_lr": lr}
         return state.replace(step=step, students=students, teacher=teacher), metrics

@@ -87,13 +87,13 @@ class Config:
     n_walls: int = 60  # wall cells drawn per level, with replacement
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
-    max_steps: int = 250  # time limit of an episode; above num_steps, many count nowhere
+    max_steps: int = 250  # time limit of an episode; one that num_steps cuts off counts nowhere
     see_through_walls: bool = True  # False: MiniGrid's occlusion
     # learnability
     score_interval: int = 100  # updates between choices of a new buffer
     num_candidates: int = 25_000  # levels played for a choice; fast 2,500
     candidate_evals: int = 10  # episodes on each of them; fast 5
-    candidates_at_once: int = 500  # a divisor of num_candidates: less memory, more time
+    candidates_at_once: int = 500  # a divisor of num_candidates; fewer: less memory, more time
     buffer_size: int = 1000  # K, levels kept; fast 100
     # evaluation
     eval_interval: int = 50  # updates between evaluations; 0: never
@@ -507,7 +507,7 @@ def make_train(config, devices=1):
         return jax.random.split(jax.random.fold_in(state.rng, state.step), 5)
 
     def score_candidates(rng, state):
-        """A new buffer; of the candidates that were solved sometimes their share, walls, paths."""
+        """A new buffer; of the candidates that were solved sometimes: share, walls, paths."""
 
         def score(rng):
             rng_levels, rng_play = jax.random.split(rng)
@@ -529,10 +529,11 @@ def make_train(config, devices=1):
 
         levels, sometimes = candidates.level, learnability > 0
         stats = level_stats(levels, jax.lax.map(amaze.solve, levels, batch_size=at_once), sometimes)
-        stats = {"learnable": sometimes.mean()} | stats
+        stats["share"] = sometimes.mean()
+        del stats["solvable"]  # all of them are
         rollouts, rest = jnp.divmod(steps.sum() + state.more_steps, batch_steps)
         state = state.replace(buffer=buffer, rollouts=state.rollouts + rollouts, more_steps=rest)
-        return state, {f"candidate_{name}": x for name, x in stats.items()}
+        return state, {f"learnable_{name}": x for name, x in stats.items()}
 
     def choose_levels(rng, buffer):
         """[N, K] levels, half of the buffer and half random: those that open the cycle, and for
@@ -573,6 +574,7 @@ def make_train(config, devices=1):
             stats = level_stats(levels, solution, where)
             stats |= episode_stats(*episode, jnp.repeat(where, config.num_evals))
             metrics |= {f"{name}_{key}": x for key, x in stats.items()}
+        # of the episodes by which they were chosen, so too high; replay_solve_rate is of others
         learnability = state.buffer.solve_rate * (1 - state.buffer.solve_rate)
         stats = {"learnability": learnability.mean(), "learnability_min": learnability.min()}
         metrics |= {f"buffer_{name}": x for name, x in stats.items()}

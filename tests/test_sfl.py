@@ -93,9 +93,9 @@ def test_what_is_logged_of_the_candidates():
             found.append((wall_map.sum(), path_length(wall_map, tuple(agent), tuple(goal))))
     walls, paths = zip(*found)
     solvable = [path for path in paths if path is not None]
-    expected = dict(learnable=len(found) / CANDIDATES, walls=np.mean(walls),
-                    path_length=np.mean(solvable), solvable=len(solvable) / len(found))  # fmt: skip
-    assert close(metrics, {f"candidate_{name}": x for name, x in expected.items()})
+    expected = dict(share=len(found) / CANDIDATES, walls=np.mean(walls),
+                    path_length=np.mean(solvable))  # fmt: skip
+    assert close(metrics, {f"learnable_{name}": x for name, x in expected.items()})
 
 
 def test_scoring_counts_as_steps_of_the_environment():
@@ -120,7 +120,7 @@ def test_the_buffer_changes_every_score_interval_before_the_levels_are_chosen():
     states, metrics = history()
     for i, (before, after, row) in enumerate(zip(states, states[1:], metrics)):
         changed = names(before.buffer.level) != names(after.buffer.level)
-        assert changed == (i % 3 == 0) == np.isfinite(row["candidate_learnable"])
+        assert changed == (i % 3 == 0) == np.isfinite(row["learnable_share"])
         p = np.asarray(after.buffer.solve_rate)
         assert (np.diff(p * (1 - p)) <= 1e-6).all()
         assert close(row["buffer_learnability"], (p * (1 - p)).mean())
