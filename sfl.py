@@ -56,7 +56,7 @@ from s5 import S5
 
 FAST = {"num_updates": 4_800, "lr": 2e-3, "num_envs": 32, "num_minibatches": 2, "update_epochs": 3,
         "hidden_size": 64, "ent_coef": 1e-3, "gamma": 0.999, "gae_lambda": 0.98, "clip_eps": 0.2,
-        "num_candidates": 2_500, "candidate_evals": 5, "buffer_size": 100}
+        "n_walls": 90, "num_candidates": 2_500, "candidate_evals": 5, "buffer_size": 100}
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Config:
     s5_layers: int = 2  # S5 layers
     s5_norm: Literal["after", "before", "none"] = "after"  # place of LayerNorm in an S5 layer
     # levels
-    n_walls: int = 60  # wall cells drawn per level, with replacement
+    n_walls: int = 60  # wall cells drawn per level, with replacement; fast 90
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
     max_steps: int = 250  # time limit of an episode; one that num_steps cuts off counts nowhere
