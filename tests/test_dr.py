@@ -475,7 +475,7 @@ def test_annealed_lr_and_adam_by_hand():
         step = mu / (1 - 0.9 ** (i + 1)) / (np.sqrt(nu / (1 - 0.999 ** (i + 1))) + 1e-5)
         state, metrics = program(1, config)(state)
         lr = config.lr * (1 - i / 4)
-        assert close(metrics["lr"], [lr], 1e-7) and close(metrics["grad_norm"], [norm], 1e-3)
+        assert close(metrics["current_lr"], [lr], 1e-7) and close(metrics["grad_norm"], [norm], 1e-3)
         assert close(metrics["param_norm"], [np.linalg.norm(flat(state.student.params))])
         stats = plain_stats(*map(np.asarray, (batch.reward, batch.done)))
         assert close([metrics[f"train_{name}"][0] for name in stats], [*stats.values()])

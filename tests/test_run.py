@@ -25,7 +25,7 @@ import dr  # noqa: E402
 
 FIRST = "update grad_updates env_steps seed seconds".split()
 COLUMNS = """train_return train_solve_rate train_episode_length policy_loss value_loss total_loss
-    entropy approx_kl clip_fraction explained_variance grad_norm param_norm lr walls path_length
+    entropy approx_kl clip_fraction explained_variance grad_norm param_norm current_lr walls path_length
     solvable eval_solve_rate eval_return eval_solve_rate/TrivialMaze
     eval_return/TrivialMaze""".split()
 LOSSES = "policy_loss value_loss total_loss entropy approx_kl grad_norm param_norm".split()
