@@ -21,7 +21,6 @@ Sweep      jax.vmap(lambda rng, lr: make_train(replace(config, lr=lr))(rng))(rng
 
 Shapes     T steps, N levels, E copies that play each level, B = N * E trajectories, H core units,
            M test mazes. Time comes first: [T, B, ...]. make_train is for one seed.
-           K levels are in the buffer.
 """
 
 import csv
@@ -529,11 +528,10 @@ def make_train(config, devices=1):
 
         levels, sometimes = candidates.level, learnability > 0
         stats = level_stats(levels, jax.lax.map(amaze.solve, levels, batch_size=at_once), sometimes)
-        stats["share"] = sometimes.mean()
-        del stats["solvable"]  # all of them are
+        stats = {f"learnable_{name}": x for name, x in stats.items() if name != "solvable"}
         rollouts, rest = jnp.divmod(steps.sum() + state.more_steps, batch_steps)
         state = state.replace(buffer=buffer, rollouts=state.rollouts + rollouts, more_steps=rest)
-        return state, {f"learnable_{name}": x for name, x in stats.items()}
+        return state, stats | {"learnable_share": sometimes.mean()}
 
     def choose_levels(rng, buffer):
         """[N, K] levels, half of the buffer and half random: those that open the cycle, and for
@@ -574,10 +572,8 @@ def make_train(config, devices=1):
             stats = level_stats(levels, solution, where)
             stats |= episode_stats(*episode, jnp.repeat(where, config.num_evals))
             metrics |= {f"{name}_{key}": x for key, x in stats.items()}
-        # of the episodes by which they were chosen, so too high; replay_solve_rate is of others
-        learnability = state.buffer.solve_rate * (1 - state.buffer.solve_rate)
-        stats = {"learnability": learnability.mean(), "learnability_min": learnability.min()}
-        metrics |= {f"buffer_{name}": x for name, x in stats.items()}
+        x = state.buffer.solve_rate * (1 - state.buffer.solve_rate)  # that chose them: too high
+        metrics |= {"buffer_learnability": x.mean(), "buffer_learnability_min": x.min()}
         if config.eval_interval:
             due = (step % config.eval_interval == 0) | (step == config.num_updates)
             metrics |= jax.lax.cond(due, evaluate, partial(skip, evaluate), rng_eval, student)[1]
