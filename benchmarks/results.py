@@ -28,7 +28,8 @@ from matplotlib.figure import Figure
 HERE = Path(__file__).resolve().parent
 S5 = "--rnn s5 --lr 1e-4 --ent-coef 1e-3"
 S5_PARALLEL = "--parallel --rnn s5 --lr 1e-4 --gae-lambda 0.98 --ent-coef 1e-3"
-FAST = {name: f"{name}.py --fast --eval-interval 150" for name in ("accel", "plr", "sfl", "dr")}
+FAST = {name: f"{name}.py --fast --eval-interval 150"
+        for name in ("accel", "plr", "dr", "sfl", "paired")}
 METHODS = {  # name: script and options (README, "S5 policies")
     "accel": "accel.py",
     "plr": "plr.py",
