@@ -3,7 +3,7 @@
 Protagonist Antagonist Induced Regret Environment Design (Dennis 2020, 2012.02096). The teacher is a
 PPO agent too: it places walls, goal and agent on an empty grid, and its one reward is the regret of
 the finished design. --regret population plays n students (2311.12716); --regret minimax rewards the
-teacher for low returns of all students, of which --num-students 1 is enough.
+teacher for low returns; published with one student: --regret minimax --num-students 1.
 
     initialise the teacher and the students
     for each cycle:
@@ -62,7 +62,7 @@ FAST = {"num_updates": 1_600, "lr": 2e-3, "anneal_lr": True, "num_minibatches": 
 class Config:
     """Flat. Every float may be a tracer: swept, vmapped. Ints, bools and strings are static."""
 
-    # PPO, of the students; of the teacher too but for what has its name
+    # PPO, of the students, and of the teacher where no teacher_ field says otherwise
     lr: float = 1e-4  # Adam's learning rate; fast 2e-3
     anneal_lr: bool = False  # lower lr (and teacher_lr) linearly, to 0 after num_updates; fast True
     num_updates: int = 30_000  # cycles; fast 1,600
@@ -80,20 +80,20 @@ class Config:
     # student
     rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # recurrent core; none: feed-forward
     hidden_size: int = 256  # H, units of the core; fast 64
-    s5_layers: int = 2  # S5 layers, the teacher's too
+    s5_layers: int = 2  # S5 layers, of the teacher too
     s5_norm: Literal["after", "before", "none"] = "after"  # place of LayerNorm in an S5 layer
-    num_students: int = 2  # S; student 0 is the protagonist; regret minimax, published: 1
+    num_students: int = 2  # S; 0 is the protagonist; published for regret minimax: 1, set it
     # teacher
-    regret: Literal["paired", "population", "minimax"] = "paired"  # the teacher's reward
+    regret: Literal["paired", "population", "minimax"] = "paired"  # its reward, logged as regret
     teacher_rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # its recurrent core
     teacher_lr: float = 1e-4  # its learning rate; fast 1e-3
     teacher_gamma: float = 0.995  # its discount
     teacher_gae_lambda: float = 0.98  # its lambda
-    teacher_ent_coef: float = 0.05  # its weight of the entropy bonus; with s5 1e-3; fast 1e-3
+    teacher_ent_coef: float = 0.05  # its entropy bonus; published for s5: 1e-3, set it; fast 1e-3
     teacher_hidden_size: int = 256  # units of its core; fast 32
-    teacher_filters: int = 128  # filters of its convolution; with s5 32; fast 8
+    teacher_filters: int = 128  # filters of its convolution; published for s5: 32; fast 8
     # levels
-    n_walls: int = 60  # the teacher's budget: wall cells placed per level
+    n_walls: int = 60  # walls the teacher places per level; cells may repeat
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
     max_steps: int = 250  # time limit of an episode; one that num_steps cuts off counts nowhere
@@ -357,9 +357,10 @@ def episode_sums(x, done):
 
 def level_returns(total, done, num_evals):
     """Mean and max (floored at 0) of the returns [T, B] where done, per level [N]; 0 if none."""
-    total, done = (x.reshape(len(x), -1, num_evals) for x in (total, done))  # [T, N, E]
-    total, count = jnp.where(done, total, 0.0), done.sum((0, 2))
-    return total.sum((0, 2)) / jnp.maximum(count, 1), total.max((0, 2))
+    total, count = jnp.where(done, total, 0.0), done.sum(0)
+    mean = total.sum(0) / jnp.maximum(count, 1)  # of each copy: who solves ends more episodes
+    mean, best, ended = (x.reshape(-1, num_evals) for x in (mean, total.max(0), count > 0))
+    return mean.sum(1) / jnp.maximum(ended.sum(1), 1), best.max(1)
 
 
 def regret(kind, mean, best):
@@ -446,8 +447,7 @@ def make_train(config, devices=1):
         rng_reset, rng_step, rng_noise = jax.random.split(rng, 3)
         rng_reset = share(jax.random.split(rng_reset, config.num_envs))
         rngs = jax.vmap(share)(jax.random.split(rng_step, (num_places, config.num_envs)))
-        noise = jax.random.gumbel(rng_noise, (num_places, config.num_envs, cells))
-        noise = jax.vmap(share)(noise)
+        noise = jax.vmap(share)(jax.random.gumbel(rng_noise, (num_places, config.num_envs, cells)))
         obs, state = jax.vmap(partial(amaze.teacher_reset, **grid))(rng_reset)
 
         def design_step(carry, x):

@@ -89,18 +89,21 @@ def recorded():
 
 
 def level_scores(reward, done, num_evals):
-    """Plain loop: mean and max return per level over its copies' finished episodes, 0 if none."""
+    """Plain loop: mean over a level's copies of the mean return of their finished episodes, and
+    the best of all; 0 if none. (Pooled, a copy that solves would count more: it ends more.)"""
     means, bests = [], []
     for level in range(reward.shape[1] // num_evals):
-        returns = []
+        returns, copies = [], []
         for column in range(level * num_evals, (level + 1) * num_evals):
-            total = 0.0
+            total, before = 0.0, len(returns)
             for r, d in zip(reward[:, column], done[:, column]):
                 total += r
                 if d:
                     returns.append(total)
                     total = 0.0
-        means.append(sum(returns) / len(returns) if returns else 0.0)
+            if len(returns) > before:
+                copies.append(np.mean(returns[before:]))
+        means.append(np.mean(copies) if copies else 0.0)
         bests.append(max([0.0, *returns]))
     return np.array(means), np.array(bests)
 
