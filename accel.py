@@ -8,8 +8,8 @@ levels at the frontier, so that complexity grows from empty rooms.
         choose N levels: from the buffer with probability replay_prob, else fresh base levels
         play T steps from zero recurrent state; when an episode ends, restart the same level
         score each level; write the scores of replayed levels, let good fresh ones replace weak ones
-        learn with PPO if the levels were replayed
-        if so: edit each into a child, play and score the children, let good ones into the buffer
+        learn with PPO if the levels were replayed (plain: always)
+        if replayed: edit each into a child, play and score these, let good ones into the buffer
         now and then: evaluate on test mazes that were never trained on
 
 Parallel ACCEL plays [N fresh | N replayed | N children of the replayed] together in every cycle.
@@ -90,18 +90,18 @@ class Config:
     n_walls: int = 0  # wall cells drawn per level, with replacement
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
-    max_steps: int = 250  # time limit of an episode; one that num_steps cuts off counts nowhere
+    max_steps: int = 250  # time limit; above num_steps no failure ends, so solve rates read 1
     see_through_walls: bool = True  # False: MiniGrid's occlusion
     num_edits: int = 20  # edits that make a child of a replayed level; 0: no children, as plr.py
     # level replay
-    robust: bool = True  # learn from replayed levels only; parallel: not before there are any
+    robust: bool = True  # learn only in cycles that replay; parallel: from what these replay
     parallel: bool = False  # all three blocks of levels together, other defaults where said
     replay_prob: float = 0.8  # share of cycles that replay once the buffer is warm; parallel: all
     score: Score = "max_mc"  # what makes a level worth replaying
     temperature: float = 0.3  # beta: a level's score counts by rank^(-1/beta); fast 1.0
     staleness_coef: float = 0.5  # rho: share of age against score
     buffer_size: int = 4000  # K, slots
-    min_fill: float = 0.5  # as many levels, as a share of the slots, are played before any replay
+    min_fill: float = 0.5  # share of the slots; before as many levels are played none is replayed
     # evaluation
     eval_interval: int = 50  # updates between evaluations; 0: never
     eval_suite: str = "minimax"  # a suite, or maze names with commas between
@@ -240,7 +240,7 @@ def gru(carry, x, is_first, w, b):
 
 
 class GatedCore(nn.Module):
-    """LSTM, GRU or none. Every core: carry, x [T, B, I], is_first [T, B] -> carry, y [T, B, H]."""
+    """LSTM, GRU, none (y is x). All: carry, x [T, B, I], is_first [T, B] -> carry, y [T, B, H]."""
 
     rnn: str
     size: int
@@ -254,7 +254,7 @@ class GatedCore(nn.Module):
         if self.rnn == "none":
             return carry, x
         scan, gates = {"lstm": (lstm, 4), "gru": (gru, 3)}[self.rnn]
-        project = self.rnn == "gru" or x.shape[-1] > gates * self.size  # a teacher's are wide
+        project = self.rnn == "gru" or x.shape[-1] > gates * self.size  # wide inputs, a teacher's
         if project:  # all steps in one product; the barrier as in lstm_backward
             x = nn.Dense(gates * self.size, use_bias=False)(x)
             x = jax.lax.optimization_barrier(x)
@@ -447,8 +447,9 @@ def make_train(config, devices=1):
     trajectories = config.num_envs * config.num_evals  # B
     fine = trajectories % config.num_minibatches == 0
     demand(fine, config, "num_minibatches", f"a divisor of {trajectories}, the trajectories")
-    fine = config.num_evals > 1 or config.score != "learnability"
-    demand(fine, config, "num_evals", "at least 2 with learnability, a variance over trajectories")
+    if config.score == "learnability":  # a variance over trajectories, in which failures end too
+        for name, low in {"num_evals": 2, "num_steps": config.max_steps}.items():
+            demand(getattr(config, name) >= low, config, name, f"at least {low} with learnability")
     blocks = 1 + config.parallel * (2 if config.num_edits else 1)  # of N levels in a rollout
     offered = config.num_envs * blocks  # levels of a cycle
     demand(config.buffer_size >= offered, config, "buffer_size", f"at least {offered}")
@@ -486,7 +487,7 @@ def make_train(config, devices=1):
     average = partial(jax.lax.pmean, axis_name="devices") if devices > 1 else lambda tree: tree
 
     def reset(level, max_steps=config.max_steps, see_through_walls=config.see_through_walls):
-        """o_0, state, of a level or a queue of levels [K, ...]."""
+        """o_0, state, of a level or a queue of levels [Q, ...]."""
         return amaze.reset(level, max_steps, see_through_walls)
 
     def step(state, action, restart=False):
@@ -508,7 +509,7 @@ def make_train(config, devices=1):
 
     def rollout(rng, params, queue):
         """T steps on E copies of N levels -> batch [T, B], V(o_T) [B]; episode k of trajectory b
-        plays queue[b // E, k % K] of the levels [N, K]."""
+        plays queue[b // E, k % Q] of the levels [N, Q]."""
         queue = jax.tree.map(lambda x: jnp.repeat(x, config.num_evals, axis=0), queue)
         shape = config.num_steps + 1, len(queue.agent_dir), amaze.NUM_ACTIONS
         noise = jax.vmap(share)(jax.random.gumbel(rng, shape))  # faster than step by step
@@ -644,6 +645,7 @@ def make_train(config, devices=1):
         return Buffer(levels, code, *entries, mutations, origin, touched), slot, solution
 
     def child_stats(buffer, entries, slot, solution, where=True):
+        """Of children; inserted: of these the new ones that the buffer holds after writing."""
         inserted = (slot == config.buffer_size) & (find(buffer, entries.code) < config.buffer_size)
         stats = level_stats(entries.level, solution, where)
         stats["inserted"] = jnp.mean(inserted, where=where)
@@ -766,7 +768,7 @@ def make_train(config, devices=1):
         top = jnp.argsort(-probability)[: config.num_envs]
         best = jax.tree.map(lambda x: x[top], state.buffer)
         captions = {"score": best.score, "age": state.step - best.touched, "P": probability[top]}
-        fresh = sample_fresh(cycle_rngs(state)[0], state)[0]
+        fresh = sample_fresh(cycle_rngs(state)[0 if config.parallel else 1], state)[0]
         return {
             "fresh": (fresh, {"path": jax.vmap(amaze.solve)(fresh).path_length}),
             "most probable of the buffer": (best.level, captions),

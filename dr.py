@@ -81,7 +81,7 @@ class Config:
     n_walls: int = 60  # wall cells drawn per level, with replacement
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
-    max_steps: int = 250  # time limit of an episode; one that num_steps cuts off counts nowhere
+    max_steps: int = 250  # time limit; above num_steps no failure ends, so solve rates read 1
     see_through_walls: bool = True  # False: MiniGrid's occlusion
     # evaluation
     eval_interval: int = 50  # updates between evaluations; 0: never
@@ -197,7 +197,7 @@ def gru(carry, x, is_first, w, b):
 
 
 class GatedCore(nn.Module):
-    """LSTM, GRU or none. Every core: carry, x [T, B, I], is_first [T, B] -> carry, y [T, B, H]."""
+    """LSTM, GRU, none (y is x). All: carry, x [T, B, I], is_first [T, B] -> carry, y [T, B, H]."""
 
     rnn: str
     size: int
@@ -211,7 +211,7 @@ class GatedCore(nn.Module):
         if self.rnn == "none":
             return carry, x
         scan, gates = {"lstm": (lstm, 4), "gru": (gru, 3)}[self.rnn]
-        project = self.rnn == "gru" or x.shape[-1] > gates * self.size  # a teacher's are wide
+        project = self.rnn == "gru" or x.shape[-1] > gates * self.size  # wide inputs, a teacher's
         if project:  # all steps in one product; the barrier as in lstm_backward
             x = nn.Dense(gates * self.size, use_bias=False)(x)
             x = jax.lax.optimization_barrier(x)
@@ -351,7 +351,7 @@ def make_train(config, devices=1):
     average = partial(jax.lax.pmean, axis_name="devices") if devices > 1 else lambda tree: tree
 
     def reset(level, max_steps=config.max_steps, see_through_walls=config.see_through_walls):
-        """o_0, state, of a level or a queue of levels [K, ...]."""
+        """o_0, state, of a level or a queue of levels [Q, ...]."""
         return amaze.reset(level, max_steps, see_through_walls)
 
     def step(state, action, restart=False):
@@ -373,7 +373,7 @@ def make_train(config, devices=1):
 
     def rollout(rng, params, queue):
         """T steps on E copies of N levels -> batch [T, B], V(o_T) [B]; episode k of trajectory b
-        plays queue[b // E, k % K] of the levels [N, K]."""
+        plays queue[b // E, k % Q] of the levels [N, Q]."""
         queue = jax.tree.map(lambda x: jnp.repeat(x, config.num_evals, axis=0), queue)
         shape = config.num_steps + 1, len(queue.agent_dir), amaze.NUM_ACTIONS
         noise = jax.vmap(share)(jax.random.gumbel(rng, shape))  # faster than step by step

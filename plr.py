@@ -12,7 +12,7 @@ regret. Robust PLR learns from replayed levels only; fresh random ones are just 
         now and then: evaluate on test mazes that were never trained on
 
 Parallel PLR plays [N fresh | N replayed] together in every cycle and learns from the latter.
-Differs from dr.py in the buffer, the scores and phases 1, 3 and 4 of the cycle.
+Differs from dr.py in the buffer, the scores, restarting one level, and when it learns.
 
 Run        python plr.py --seeds 8        python plr.py --parallel        python plr.py --no-robust
 From code  jax.jit(jax.vmap(make_train(Config())))(jax.random.split(jax.random.key(0), 8))
@@ -89,17 +89,17 @@ class Config:
     n_walls: int = 60  # wall cells drawn per level, with replacement; fast 90
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
-    max_steps: int = 250  # time limit of an episode; one that num_steps cuts off counts nowhere
+    max_steps: int = 250  # time limit; above num_steps no failure ends, so solve rates read 1
     see_through_walls: bool = True  # False: MiniGrid's occlusion
     # level replay
-    robust: bool = True  # learn from replayed levels only; parallel: not before there are any
+    robust: bool = True  # learn only in cycles that replay; parallel: from what these replay
     parallel: bool = False  # fresh and replayed levels together, with other defaults where said
     replay_prob: float = 0.5  # share of cycles that replay once the buffer is warm; parallel: all
     score: Score = "max_mc"  # what makes a level worth replaying
     temperature: float = 0.3  # beta: a level's score counts by rank^(-1/beta); fast 1.0
     staleness_coef: float | None = None  # rho: share of age against score; 0.3, parallel 0.5
     buffer_size: int = 4000  # K, slots
-    min_fill: float = 0.5  # as many levels, as a share of the slots, are played before any replay
+    min_fill: float = 0.5  # share of the slots; before as many levels are played none is replayed
     # evaluation
     eval_interval: int = 50  # updates between evaluations; 0: never
     eval_suite: str = "minimax"  # a suite, or maze names with commas between
@@ -154,7 +154,7 @@ class Buffer(NamedTuple):
     max_return: jax.Array  # [K] the best ever seen
     mean_return: jax.Array  # [K] of first episodes, when last played
     n_actions: jax.Array  # [K] fewest actions to the goal, -1 if unsolvable
-    mutations: jax.Array  # [K] edits by which the level was reached, in generations
+    mutations: jax.Array  # [K] generations of edits; always 0 here, accel.py counts
     touched: jax.Array  # [K] cycle in which it was last sampled or inserted
 
 
@@ -236,7 +236,7 @@ def gru(carry, x, is_first, w, b):
 
 
 class GatedCore(nn.Module):
-    """LSTM, GRU or none. Every core: carry, x [T, B, I], is_first [T, B] -> carry, y [T, B, H]."""
+    """LSTM, GRU, none (y is x). All: carry, x [T, B, I], is_first [T, B] -> carry, y [T, B, H]."""
 
     rnn: str
     size: int
@@ -250,7 +250,7 @@ class GatedCore(nn.Module):
         if self.rnn == "none":
             return carry, x
         scan, gates = {"lstm": (lstm, 4), "gru": (gru, 3)}[self.rnn]
-        project = self.rnn == "gru" or x.shape[-1] > gates * self.size  # a teacher's are wide
+        project = self.rnn == "gru" or x.shape[-1] > gates * self.size  # wide inputs, a teacher's
         if project:  # all steps in one product; the barrier as in lstm_backward
             x = nn.Dense(gates * self.size, use_bias=False)(x)
             x = jax.lax.optimization_barrier(x)
@@ -443,8 +443,9 @@ def make_train(config, devices=1):
     trajectories = config.num_envs * config.num_evals  # B
     fine = trajectories % config.num_minibatches == 0
     demand(fine, config, "num_minibatches", f"a divisor of {trajectories}, the trajectories")
-    fine = config.num_evals > 1 or config.score != "learnability"
-    demand(fine, config, "num_evals", "at least 2 with learnability, a variance over trajectories")
+    if config.score == "learnability":  # a variance over trajectories, in which failures end too
+        for name, low in {"num_evals": 2, "num_steps": config.max_steps}.items():
+            demand(getattr(config, name) >= low, config, name, f"at least {low} with learnability")
     blocks = 2 if config.parallel else 1  # of N levels in a rollout
     offered = config.num_envs * blocks  # levels of a cycle
     demand(config.buffer_size >= offered, config, "buffer_size", f"at least {offered}")
@@ -482,7 +483,7 @@ def make_train(config, devices=1):
     average = partial(jax.lax.pmean, axis_name="devices") if devices > 1 else lambda tree: tree
 
     def reset(level, max_steps=config.max_steps, see_through_walls=config.see_through_walls):
-        """o_0, state, of a level or a queue of levels [K, ...]."""
+        """o_0, state, of a level or a queue of levels [Q, ...]."""
         return amaze.reset(level, max_steps, see_through_walls)
 
     def step(state, action, restart=False):
@@ -504,7 +505,7 @@ def make_train(config, devices=1):
 
     def rollout(rng, params, queue):
         """T steps on E copies of N levels -> batch [T, B], V(o_T) [B]; episode k of trajectory b
-        plays queue[b // E, k % K] of the levels [N, K]."""
+        plays queue[b // E, k % Q] of the levels [N, Q]."""
         queue = jax.tree.map(lambda x: jnp.repeat(x, config.num_evals, axis=0), queue)
         shape = config.num_steps + 1, len(queue.agent_dir), amaze.NUM_ACTIONS
         noise = jax.vmap(share)(jax.random.gumbel(rng, shape))  # faster than step by step
@@ -715,7 +716,7 @@ def make_train(config, devices=1):
         top = jnp.argsort(-probability)[: config.num_envs]
         best = jax.tree.map(lambda x: x[top], state.buffer)
         captions = {"score": best.score, "age": state.step - best.touched, "P": probability[top]}
-        fresh = sample_fresh(cycle_rngs(state)[0], state)[0]
+        fresh = sample_fresh(cycle_rngs(state)[0 if config.parallel else 1], state)[0]
         path = {"path": jax.vmap(amaze.solve)(fresh).path_length}
         return {"fresh": (fresh, path), "most probable of the buffer": (best.level, captions)}
 

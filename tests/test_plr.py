@@ -798,7 +798,8 @@ def check_fresh_levels_shown(module, history, **changes):
 
 
 @pytest.mark.slow
-def test_show_gives_fresh_levels_as_the_next_update_draws_them(parallel):
+def test_show_gives_fresh_levels_as_the_next_update_draws_them(serial, parallel):
+    check_fresh_levels_shown(plr, [cycle for cycle in serial if not replayed(cycle)])
     check_fresh_levels_shown(plr, parallel[4:], **PARALLEL)
 
 
@@ -1193,8 +1194,9 @@ def test_bad_values(name, value, allowed):
     refused(plr, name, value, allowed)
 
 
-def test_learnability_is_refused_with_one_trajectory_on_a_level():
+def test_learnability_is_refused_with_one_trajectory_on_a_level_or_if_no_failure_ends():
     refused(plr, "num_evals", 1, "at least 2", score="learnability")
+    refused(plr, "num_steps", 16, "at least 17", score="learnability", num_evals=2, max_steps=17)
     plr.make_train(plr.Config(**SMALL | dict(score="learnability", num_evals=2)))
 
 
