@@ -90,7 +90,7 @@ class Config:
     n_walls: int = 0  # wall cells drawn per level, with replacement
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
-    max_steps: int = 250  # time limit; above num_steps no failure ends, so solve rates read 1
+    max_steps: int = 250  # time limit; above num_steps no failure ends: train_solve_rate is 1
     see_through_walls: bool = True  # False: MiniGrid's occlusion
     num_edits: int = 20  # edits that make a child of a replayed level; 0: no children, as plr.py
     # level replay
@@ -402,8 +402,8 @@ def write_buffer(buffer, entries, slot, now, temperature, staleness_coef):
     is_copy = (jnp.tril(same, -1) & finished).any(1)
     new = ~known & finished & ~is_copy
     best_first = jnp.argsort(jnp.where(new, -entries.score, jnp.inf))
-    probability = replay_probabilities(buffer, now, temperature, staleness_coef)
-    weakest_first = jnp.argsort(jnp.where(buffer.scored, probability, -1.0))[: len(new)]
+    p = replay_probabilities(buffer, now, temperature, staleness_coef)  # in float32 with ties
+    weakest_first = jnp.lexsort((buffer.score, jnp.where(buffer.scored, p, -1.0)))[: len(new)]
     new, entries = jax.tree.map(lambda x: x[best_first], (new, entries))
     floor = jnp.where(buffer.scored, buffer.score, -jnp.inf)[weakest_first]
     target = jnp.where(new & (entries.score >= floor), weakest_first, len(buffer.score))
@@ -763,7 +763,7 @@ def make_train(config, devices=1):
         return levels, {"generation": mutations, "score": buffer.score[members]}
 
     def show(state):
-        """Random levels, and those of the buffer that are replayed most."""
+        """Random levels, those of the buffer that are replayed most, the family of the first."""
         probability = replay_probabilities(state.buffer, state.step, *strength)
         top = jnp.argsort(-probability)[: config.num_envs]
         best = jax.tree.map(lambda x: x[top], state.buffer)
@@ -827,7 +827,7 @@ def check(config):
         value = getattr(config, f.name)
         if get_origin(f.type) is Literal:
             demand(value in get_args(f.type), config, f.name, " | ".join(get_args(f.type)))
-        if f.type is int:
+        if f.type in (int, int | None):
             demand(isinstance(value, int) and abs(value) < 2**31, config, f.name, "a 32-bit int")
         for allowed, (test, names) in ALLOWED.items():
             named = f.name.removeprefix("teacher_") in names.split()

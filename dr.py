@@ -81,7 +81,7 @@ class Config:
     n_walls: int = 60  # wall cells drawn per level, with replacement
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
-    max_steps: int = 250  # time limit; above num_steps no failure ends, so solve rates read 1
+    max_steps: int = 250  # time limit; above num_steps no failure ends: train_solve_rate is 1
     see_through_walls: bool = True  # False: MiniGrid's occlusion
     # evaluation
     eval_interval: int = 50  # updates between evaluations; 0: never
@@ -565,7 +565,7 @@ def check(config):
         value = getattr(config, f.name)
         if get_origin(f.type) is Literal:
             demand(value in get_args(f.type), config, f.name, " | ".join(get_args(f.type)))
-        if f.type is int:
+        if f.type in (int, int | None):
             demand(isinstance(value, int) and abs(value) < 2**31, config, f.name, "a 32-bit int")
         for allowed, (test, names) in ALLOWED.items():
             named = f.name.removeprefix("teacher_") in names.split()

@@ -89,7 +89,7 @@ class Config:
     n_walls: int = 60  # wall cells drawn per level, with replacement; fast 90
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
-    max_steps: int = 250  # time limit; above num_steps no failure ends, so solve rates read 1
+    max_steps: int = 250  # time limit; above num_steps no failure ends: train_solve_rate is 1
     see_through_walls: bool = True  # False: MiniGrid's occlusion
     # level replay
     robust: bool = True  # learn only in cycles that replay; parallel: from what these replay
@@ -398,8 +398,8 @@ def write_buffer(buffer, entries, slot, now, temperature, staleness_coef):
     is_copy = (jnp.tril(same, -1) & finished).any(1)
     new = ~known & finished & ~is_copy
     best_first = jnp.argsort(jnp.where(new, -entries.score, jnp.inf))
-    probability = replay_probabilities(buffer, now, temperature, staleness_coef)
-    weakest_first = jnp.argsort(jnp.where(buffer.scored, probability, -1.0))[: len(new)]
+    p = replay_probabilities(buffer, now, temperature, staleness_coef)  # in float32 with ties
+    weakest_first = jnp.lexsort((buffer.score, jnp.where(buffer.scored, p, -1.0)))[: len(new)]
     new, entries = jax.tree.map(lambda x: x[best_first], (new, entries))
     floor = jnp.where(buffer.scored, buffer.score, -jnp.inf)[weakest_first]
     target = jnp.where(new & (entries.score >= floor), weakest_first, len(buffer.score))
@@ -772,7 +772,7 @@ def check(config):
         value = getattr(config, f.name)
         if get_origin(f.type) is Literal:
             demand(value in get_args(f.type), config, f.name, " | ".join(get_args(f.type)))
-        if f.type is int:
+        if f.type in (int, int | None):
             demand(isinstance(value, int) and abs(value) < 2**31, config, f.name, "a 32-bit int")
         for allowed, (test, names) in ALLOWED.items():
             named = f.name.removeprefix("teacher_") in names.split()

@@ -454,6 +454,13 @@ def test_ith_best_contests_ith_weakest():
     assert close(after.score, [12, 11, 10, 9, 8, 7, 6, 5, 5, 6, 7, 9])
 
 
+def test_the_weakest_is_found_where_float32_loses_its_share_of_p_in_its_age():
+    buffer, entries = full_buffer(np.arange(K, 0, -1))
+    batch = entries._replace(scored=np.ones(N, bool), score=np.full(N, 20, np.float32))
+    after = writer(plr)(buffer, batch, 1, 0.05, 0.3)
+    assert close(np.sort(after.score), [*range(N + 1, K + 1), *[20] * N])
+
+
 def test_an_equal_score_wins_a_lower_one_does_not():
     buffer, entries = full_buffer(np.full(K, 0.5))
     one = np.arange(N) == 2
@@ -1187,6 +1194,7 @@ def refused(module, name, value, allowed, **changes):
 @pytest.mark.parametrize("name, value, allowed", [
     ("replay_prob", -0.1, "0 to 1"), ("replay_prob", 1.1, "0 to 1"),
     ("staleness_coef", 1.5, "0 to 1"), ("min_fill", 2.0, "0 to 1"), ("temperature", 0.0, "above 0"),
+    ("num_updates", 3_000_000_000, "32-bit"),
     ("temperature", -1.0, "above 0"), ("score", "regret", "max_mc"), ("buffer_size", 3, "4"),
     ("buffer_size", 0, "1"), ("num_evals", 0, "1"), ("gamma", 1.5, "0 to 1"),
     ("num_minibatches", 3, "4")])  # fmt: skip
