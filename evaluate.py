@@ -21,7 +21,7 @@ are ranked by the last solve rate in logs.csv, before anything is played.
         acts; if its episode ends, records return and length and takes the next episode in the row
 
 Random numbers come from --seed, the training's seed, the maze's name, the episode's number and the
-time step: devices, --batch-size and what else is evaluated change no result.
+time step: devices, --batch-size and what else is evaluated change results by rounding only.
 
 Shapes     A agents (a run's seeds, times students), M mazes, E episodes on each, G = M * E,
            P players (agents, times the parts of their episodes), W lanes of each,
@@ -114,12 +114,9 @@ def tag(name, number):
 
 def draw(names, number, seed):
     """{name: levels} of test mazes: `number` of each, or one if all are the same."""
-    fold_in = partial(jax.random.fold_in, jax.random.fold_in(jax.random.key(seed), 0))
-
-    def sample(tags):
-        rngs = {name: jax.vmap(fold_in)(tags[name]) for name in names}
-        return {name: jax.vmap(amaze.TEST_MAZES[name].sample)(rngs[name]) for name in names}
-
+    rng = jax.random.fold_in(jax.random.key(seed), 0)
+    level = lambda name: lambda tag: amaze.TEST_MAZES[name].sample(jax.random.fold_in(rng, tag))
+    sample = lambda tags: {name: jax.vmap(level(name))(x) for name, x in tags.items()}
     tags = {name: np.array([tag(name, i) for i in range(number)]) for name in names}
     drawn = jax.device_get(jax.jit(sample)(tags))
     fixed = lambda levels: all((x == x[:1]).all() for x in levels)
@@ -139,21 +136,26 @@ def read_mazes(path, max_steps):
 
 
 def choose_mazes(args):
-    """The mazes that the arguments ask for, and whether they are sampled levels."""
-    mazes = read_mazes(args.maze_file, args.max_steps) if args.maze_file else []
-    if args.suite == "sampled" and not (mazes or args.mazes):
-        if args.episodes < 2:
-            raise Refused("episodes = 1: allowed is at least 2, to find and report worst levels")
-        levels = draw(["Sampled"], args.levels, args.seed)["Sampled"]
-        level = lambda i: jax.tree.map(lambda x: x[i : i + 1], levels)
-        rules = amaze.TEST_MAZES["Sampled"][1:]
-        return [Maze(f"Sampled-{i}", level(i), *rules) for i in range(args.levels)], True
-    names = args.mazes.split(",") if args.mazes else [] if mazes else amaze.SUITES[args.suite]
+    """Names of all mazes that are asked for, those of --maze-file, and if others are sampled."""
+    own = read_mazes(args.maze_file, args.max_steps) if args.maze_file else []
+    names = args.mazes.split(",") if args.mazes else [] if own else amaze.SUITES[args.suite]
     if unknown := set(names) - set(amaze.TEST_MAZES):
         raise Refused(f"mazes = {', '.join(unknown)}: allowed are {', '.join(amaze.TEST_MAZES)}")
+    if sampled := args.suite == "sampled" and not (own or args.mazes):
+        names = [f"Sampled-{i}" for i in range(args.levels)]
+        if args.episodes < 2:
+            raise Refused("episodes = 1: allowed is at least 2, to find and report worst levels")
+    return [*dict.fromkeys([*(maze.name for maze in own), *names])], own, sampled
+
+
+def draw_mazes(names, args, sampled):
+    """The mazes of these names."""
+    if sampled:
+        levels = draw(["Sampled"], len(names), args.seed)["Sampled"]
+        level = lambda i: jax.tree.map(lambda x: x[i : i + 1], levels)
+        return [Maze(x, level(i), *amaze.TEST_MAZES["Sampled"][1:]) for i, x in enumerate(names)]
     drawn = draw(names, args.episodes, args.seed)
-    maze = lambda name: Maze(name, drawn[name], *amaze.TEST_MAZES[name][1:])
-    return mazes + [maze(name) for name in dict.fromkeys(names)], False
+    return [Maze(name, drawn[name], *amaze.TEST_MAZES[name][1:]) for name in names]
 
 
 def stack(mazes):
@@ -342,8 +344,7 @@ def summarise(returns, names, seed, sampled):
     return summary
 
 
-def show(value, low, high):
-    return f"{value:.3f}" + ("" if np.isnan(low) else f" [{low:.3f}, {high:.3f}]")
+show = lambda x, low, high: f"{x:.3f}" + f" [{low:.3f}, {high:.3f}]" * (not np.isnan(low))
 
 
 # --- checkpoints: data, from which nothing is executed
@@ -355,8 +356,6 @@ def import_script(recorded, given):
     if not (ours or given):
         raise Refused(f"made by {recorded!r}: allowed are {', '.join(SCRIPTS)}, or --script FILE")
     path = Path(__file__).resolve().with_name(recorded) if ours else Path(given)
-    if not (path.is_file() and path.suffix == ".py"):
-        raise Refused(f"script {path}: allowed is a Python file")
     spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -535,7 +534,8 @@ def rank(folder, args):
         axes.vlines(x, *summary.T[1:], color="C0")
         axes.set(xlabel=name, ylabel=f"{column}, x: diverged", ylim=(-0.03, 1.03))
         axes.set_xscale("log" if max(x) > 10 * min(x) > 0 else "linear")
-    write(Path(args.out or folder) / "sweep.png", partial(figure.savefig, format="png", dpi=150))
+    name = f"sweep_{folder.as_posix().replace('/', '_')}.png" if args.out else "sweep.png"
+    write(Path(args.out or folder) / name, partial(figure.savefig, format="png", dpi=150))
 
 
 def print_results(results, summaries, mazes, optimal):
@@ -583,6 +583,8 @@ def check(args):
     for name, least in dict(levels=1, episodes=1, max_steps=1, batch_size=0, seed=0).items():
         if not least <= getattr(args, name) < 2**31:
             raise Refused(f"{name} = {vars(args)[name]}: allowed is at least {least}, below 2^31")
+    if args.script and not (Path(args.script).is_file() and args.script.endswith(".py")):
+        raise Refused(f"script = {args.script}: allowed is a Python file")
     if not args.runs and not args.show_levels:
         raise Refused("no runs: allowed are folders of runs and checkpoint files")
 
@@ -590,11 +592,10 @@ def check(args):
 def evaluate(args):
     """Do what the arguments ask for; returns the lines about runs that could not be had."""
     check(args)
-    mazes, sampled = choose_mazes(args)
-    named = {maze.name: maze for maze in mazes}
+    names, own, sampled = choose_mazes(args)
     films = args.gif.split(",") if args.gif else []
-    if unknown := set(films) - set(named):
-        raise Refused(f"gif = {', '.join(unknown)}: allowed are {', '.join(named)}")
+    if unknown := set(films) - set(names):
+        raise Refused(f"gif = {', '.join(unknown)}: allowed are {', '.join(names)}")
     runs, refused = load_runs(args)
     if args.runs and not runs:
         return refused
@@ -603,12 +604,12 @@ def evaluate(args):
     there = next(x for x in (out, *out.absolute().parents) if x.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise Refused(f"out = {out}: allowed is a folder that can be written")
+    mazes = own + draw_mazes(names[len(own) :], args, sampled)
     optimal, results, table = optimal_returns(mazes), {}, []
     if args.show_levels:
-        levels, owner = stack(mazes)
-        levels = jax.tree.map(lambda x: x[np.unique(owner, return_index=True)[1]], levels)
-        figure = amaze.plot_levels({"": (levels, {})})
-        for axes, maze, best in zip(figure.axes, mazes, optimal):
+        drawn = [maze._replace(levels=jax.tree.map(lambda x: x[:1], maze.levels)) for maze in mazes]
+        figure = amaze.plot_levels({"": (stack(drawn)[0], {})})
+        for axes, maze, best in zip(figure.axes, mazes, optimal_returns(drawn)):
             axes.set_title(f"{maze.name}\nbest return {best:.3f}", fontsize=8)
         write(out / "mazes.png", lambda file: figure.savefig(file, format="png"))
     for run in runs:
@@ -618,17 +619,16 @@ def evaluate(args):
         for label, seeds in group_seeds(run).items():
             results[label] = [x[seeds] for x in played]
     if results:
-        summarise_all = partial(summarise, names=list(named), seed=args.seed, sampled=sampled)
-        summaries = {label: summarise_all(returns) for label, (returns, _) in results.items()}
+        summaries = {k: summarise(x[0], names, args.seed, sampled) for k, x in results.items()}
         print_results(results, summaries, mazes, optimal)
         figure = plot_results(results, summaries)
         write(out / "results.csv", lambda file: file.write(to_csv(table)))
         write(out / "results.png", lambda file: figure.savefig(file, format="png", dpi=150))
-    for run, name in ((run, name) for run in runs for name in films):
-        first, *others = map(Image.fromarray, film(run, args.seed, named[name]))
+    for run, maze in ((run, mazes[names.index(name)]) for run in runs for name in films):
+        first, *others = map(Image.fromarray, film(run, args.seed, maze))
         save = partial(first.save, format="GIF", save_all=True, append_images=others,
                        duration=[100] * len(others) + [1000], loop=0)  # milliseconds
-        write(out / f"film_{run.name.replace('/', '_')}_{run.update}_{name}.gif", save)
+        write(out / f"film_{run.name.replace('/', '_')}_{run.update}_{maze.name}.gif", save)
     return refused
 
 

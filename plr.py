@@ -736,7 +736,7 @@ def make_train(config, devices=1):
 
 SCRIPT = Path(__file__).name
 FLOATS = [f.name for f in fields(Config) if f.type in (float, float | None)]
-maze_names = lambda suite: amaze.SUITES.get(suite) or suite.split(",")
+maze_names = lambda suite: amaze.SUITES.get(suite) or [*dict.fromkeys(suite.split(","))]
 CURVES = "train_solve_rate", "eval_solve_rate"  # what curves.png and the progress bar show
 gather = partial(multihost_utils.process_allgather, tiled=True)  # whole, in each process
 ALLOWED = {  # of a field or a teacher_field

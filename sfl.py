@@ -13,7 +13,8 @@ what it then learns from is theirs, the rest random. (The authors restart a leve
         learn from the N * T transitions with PPO
         now and then: evaluate on test mazes that were never trained on
 
-Differs from dr.py in the buffer, `score_candidates`, phase 1 of the cycle and what is logged.
+Differs from dr.py in the buffer, `score_candidates`, phase 1 of the cycle, what is logged and, as
+its authors have them, the defaults of PPO.
 
 Run        python sfl.py --seeds 8
 From code  jax.jit(jax.vmap(make_train(Config())))(jax.random.split(jax.random.key(0), 8))
@@ -345,9 +346,11 @@ def make_train(config, devices=1):
     demand(fine, config, "num_minibatches", f"a divisor of {trajectories}, the trajectories")
     demand(config.num_envs % 2 == 0, config, "num_envs", "even: half of the buffer, half random")
     fits, at_once = 2**31 - batch_steps, config.candidates_at_once  # an int32 counts their steps
-    most = fits // config.candidate_evals // config.max_steps
-    fine = config.buffer_size <= config.num_candidates <= most
-    demand(fine, config, "num_candidates", f"{config.buffer_size}, the buffer, to {most}")
+    most = max(fits // config.candidate_evals // config.max_steps, 0)
+    allowed = f"with these candidate_evals, max_steps and num_steps at most {most}"
+    demand(config.num_candidates <= most, config, "num_candidates", allowed)
+    fine = config.buffer_size <= config.num_candidates
+    demand(fine, config, "num_candidates", f"at least {config.buffer_size}, the buffer")
     fine = config.num_candidates % at_once == 0
     demand(fine, config, "candidates_at_once", f"a divisor of {config.num_candidates}")
     core = make_core(config.rnn, config.hidden_size, config.s5_layers, config.s5_norm)
@@ -534,7 +537,7 @@ def make_train(config, devices=1):
         return state, stats | {"learnable_share": sometimes.mean()}
 
     def choose_levels(rng, buffer):
-        """[N, K] levels, half of the buffer and half random: those that open the cycle, and for
+        """[N, Q] levels, half of the buffer and half random: those that open the cycle, and for
         each those that follow it."""
         rng_slot, rng_random = jax.random.split(rng)
         shape = half, max(config.num_steps // 4, 1)
@@ -607,7 +610,7 @@ def make_train(config, devices=1):
 
 SCRIPT = Path(__file__).name
 FLOATS = [f.name for f in fields(Config) if f.type in (float, float | None)]
-maze_names = lambda suite: amaze.SUITES.get(suite) or suite.split(",")
+maze_names = lambda suite: amaze.SUITES.get(suite) or [*dict.fromkeys(suite.split(","))]
 CURVES = "train_solve_rate", "eval_solve_rate"  # what curves.png and the progress bar show
 gather = partial(multihost_utils.process_allgather, tiled=True)  # whole, in each process
 ALLOWED = {  # of a field or a teacher_field

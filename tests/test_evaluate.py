@@ -86,12 +86,20 @@ def run(trained, tmp_path):
 # --- play
 
 
+def mazes_of(**settings):
+    args = evaluate.Arguments(**settings)
+    names, own, sampled = evaluate.choose_mazes(args)
+    mazes = own + evaluate.draw_mazes(names[len(own) :], args, sampled)
+    assert [maze.name for maze in mazes] == names
+    return mazes
+
+
 @cache
 def some_mazes(episodes):
     """Open and occluded mazes of several sizes and time limits, one of them from text."""
     easy, dark = (jax.tree.map(lambda x: x[None], amaze.level_from_text(x)) for x in (EASY, DARK))
     names = "FourRooms,MiniMaze,TrivialMaze"
-    mazes, _ = evaluate.choose_mazes(evaluate.Arguments(mazes=names, episodes=episodes, seed=3))
+    mazes = mazes_of(mazes=names, episodes=episodes, seed=3)
     return [evaluate.Maze("easy", easy, 30), evaluate.Maze("dark", dark, 60, False), *mazes]
 
 
@@ -210,7 +218,7 @@ def fewest_actions(level, max_steps):
 @pytest.mark.slow
 def test_oracle_gets_the_optimal_return_and_idler_nothing():
     names = [name for name in amaze.TEST_MAZES if name[-5:] not in ("Large", "azeXL")]
-    mazes, _ = evaluate.choose_mazes(evaluate.Arguments(mazes=",".join(names), episodes=1))
+    mazes = mazes_of(mazes=",".join(names), episodes=1)
     levels = [jax.tree.map(lambda x: x[0], maze.levels) for maze in mazes]
     longest = max(maze.max_steps for maze in mazes)
     plans = [fewest_actions(level, longest) for level in levels] + [[6] * longest]
@@ -247,13 +255,26 @@ def test_levels_are_drawn_by_seed_name_and_episode():
 
 @pytest.mark.slow
 def test_a_maze_named_twice_is_played_once():
-    mazes, _ = evaluate.choose_mazes(evaluate.Arguments(mazes="MiniMaze,Labyrinth,MiniMaze"))
+    mazes = mazes_of(mazes="MiniMaze,Labyrinth,MiniMaze")
     assert [maze.name for maze in mazes] == ["MiniMaze", "Labyrinth"]
 
 
+def test_a_picture_is_titled_with_the_best_return_of_its_level(tmp_path, capsys, monkeypatch):
+    drawn, plot = [], amaze.plot_levels
+    monkeypatch.setattr(amaze, "plot_levels", lambda *args: drawn.append(plot(*args)) or drawn[0])
+    monkeypatch.chdir(tmp_path)
+    options = "--mazes", "FourRooms", "--episodes", "5", "--show-levels"
+    assert call(capsys, monkeypatch, *options)[0] == 0 and (tmp_path / "mazes.png").exists()
+    levels, limit = (x := mazes_of(mazes="FourRooms", episodes=5)[0]).levels, x.max_steps
+    steps = [fewest_actions(jax.tree.map(lambda x: x[i], levels), limit).index(6) for i in range(5)]
+    best = [f"{1 - 0.9 * n / limit:.3f}" for n in steps]
+    title = drawn[0].axes[0].get_title()
+    assert title == f"FourRooms\nbest return {best[0]}" and len({*best}) > 1
+
+
 def test_sampled_levels_are_solvable_and_differ():
-    mazes, sampled = evaluate.choose_mazes(evaluate.Arguments(suite="sampled", levels=20))
-    assert sampled and len(mazes) == 20 and mazes[3].name == "Sampled-3"
+    mazes = mazes_of(suite="sampled", levels=20)
+    assert len(mazes) == 20 and mazes[3].name == "Sampled-3"
     assert (evaluate.optimal_returns(mazes) > 0).all()
     assert len({maze.levels.wall_map.tobytes() for maze in mazes}) == 20
 
@@ -261,7 +282,7 @@ def test_sampled_levels_are_solvable_and_differ():
 def test_maze_file(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text(f"\n{EASY}\n\n \n>.#.\n..#G\n")
-    mazes, _ = evaluate.choose_mazes(evaluate.Arguments(maze_file=str(path), max_steps=9))
+    mazes = mazes_of(maze_file=str(path), max_steps=9)
     assert [(maze.name, *maze.levels.wall_map.shape) for maze in mazes] == [
         ("mine-1", 1, 3, 3), ("mine-2", 1, 2, 4)]  # fmt: skip
     assert evaluate.optimal_returns(mazes) == pytest.approx([1 - 0.9 * 5 / 9, 0])
@@ -663,13 +684,12 @@ def test_lies_are_refused_and_nothing_is_executed(lie, run, tmp_path, capsys, mo
     "--maze-file nowhere.txt": "nowhere.txt",
     "--maze-file bad.txt": "maze 2: unknown character",
     "--suite sampled --levels 5 --episodes 1": "at least 2",
-    "--script nowhere.py": "",
+    "--script nowhere.py": "script = nowhere.py: allowed is a Python file",
 }.items())  # fmt: skip
 def test_bad_arguments(arguments, named, run, tmp_path, capsys, monkeypatch):
     (tmp_path / "bad.txt").write_text(f"{EASY}\n\n>?G")
     monkeypatch.chdir(tmp_path)
-    if "script" in arguments:
-        change_config(run, script="nowhere.py")
+    monkeypatch.setattr(evaluate, "draw", None)  # refused before any level is drawn
     status, _, errors = call(capsys, monkeypatch, run, *arguments.split())
     assert status == 2 and len(errors) == 1 and named in errors[0], errors
 
@@ -735,7 +755,11 @@ def test_a_sweep_of_two_seeds_has_no_intervals(tmp_path, capsys, monkeypatch):
     write_sweep(tmp_path / "sweep", {(1e-5, 0.9): [0.5, 0.6], (1e-4, 0.9): [0.7, 0.8]})
     out = call(capsys, monkeypatch, tmp_path / "sweep", "--out", tmp_path / "results")[1]
     assert [line[1] for line in ranking(out)[1:]] == ["0.750", "0.550"]
-    assert (tmp_path / "results" / "sweep.png").exists()
+    write_sweep(tmp_path / "other", {(1e-5, 0.9): [0.5, 0.6], (1e-4, 0.9): [0.7, 0.8]})
+    monkeypatch.chdir(tmp_path)
+    call(capsys, monkeypatch, "sweep", "other", "--out", "results")
+    pictures = {path.name for path in (tmp_path / "results").iterdir()}
+    assert {"sweep_sweep.png", "sweep_other.png"} < pictures
 
 
 def test_logs_of_another_run_are_refused(tmp_path, capsys, monkeypatch):
