@@ -730,20 +730,26 @@ def render(level_or_state, tile=16):
 
 
 def plot_levels(sections, columns=8):
-    """A matplotlib Figure of {title: (Level batch [K, ...], captions {name: numbers [K]})}."""
-    n_rows = [-(-len(levels.agent_dir) // columns) for levels, _ in sections.values()]
-    heights = [1.85 * n + 0.45 for n in n_rows]                         # inches
-    figure = Figure(figsize=(1.6 * columns, sum(heights)), layout="constrained")
-    parts = figure.subfigures(len(sections), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for part, n, (title, (levels, captions)) in zip(parts, n_rows, sections.items()):
-        levels = jax.tree.map(np.asarray, levels)
-        part.suptitle(title)
-        for k, axes in enumerate(part.subplots(n, columns, squeeze=False).flat):
-            axes.axis("off")
-            if k < len(levels.agent_dir):
-                axes.imshow(render(jax.tree.map(lambda x: x[k], levels)))
-                text = "\n".join(f"{name} {x[k]:.3g}" for name, x in captions.items())
-                axes.set_title(text, fontsize=8)
+    """A matplotlib Figure of {title: (Level batch [K, ...], captions {name: K numbers or words})}.
+
+    One axes for all, in inches: an axes for each level would take ten times as long to draw."""
+    figure, top = Figure(), 0.0
+    axes = figure.add_axes((0, 0, 1, 1))
+    word = lambda x: x if isinstance(x, str) else f"{x:.3g}"
+    for title, (levels, captions) in sections.items():
+        levels, top = jax.tree.map(np.asarray, levels), top + 0.3 * bool(title)
+        axes.text(0.8 * columns, top, title, ha="center", va="bottom", fontsize=12)
+        for k in range(len(levels.agent_dir)):
+            picture = render(jax.tree.map(lambda x: x[k], levels))
+            height, width = 1.4 * np.array(picture.shape[:2]) / max(picture.shape)
+            top += (k % columns == 0) * (0.2 + 0.14 * len(captions) + height)
+            x = 1.6 * (k % columns) + 0.8                              # its middle
+            axes.imshow(picture, extent=(x - width / 2, x + width / 2, top, top - height))
+            text = "\n".join(f"{name} {word(x[k])}".strip() for name, x in captions.items())
+            axes.text(x, top - height - 0.05, text, ha="center", va="bottom", fontsize=8)
+    figure.set_size_inches(1.6 * columns, top + 0.1)
+    axes.set(xlim=(0, 1.6 * columns), ylim=(top + 0.1, 0))
+    axes.axis("off")
     return figure
 
 

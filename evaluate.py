@@ -608,9 +608,8 @@ def evaluate(args):
     optimal, results, table = optimal_returns(mazes), {}, []
     if args.show_levels:
         drawn = [maze._replace(levels=jax.tree.map(lambda x: x[:1], maze.levels)) for maze in mazes]
-        figure = amaze.plot_levels({"": (stack(drawn)[0], {})})
-        for axes, maze, best in zip(figure.axes, mazes, optimal_returns(drawn)):
-            axes.set_title(f"{maze.name}\nbest return {best:.3f}", fontsize=8)
+        captions = {"": names, "best return": optimal_returns(drawn)}
+        figure = amaze.plot_levels({"": (stack(drawn)[0], captions)})
         write(out / "mazes.png", lambda file: figure.savefig(file, format="png"))
     for run in runs:
         agents = run.train, run.params, agent_keys(run, args.seed)

@@ -768,9 +768,18 @@ def test_plot_levels(tmp_path):
     sections = {"in training": (levels, captions), "children": (row(levels, slice(3)), {})}
     figure = amaze.plot_levels(sections)
     figure.savefig(tmp_path / "levels.png")
-    titles = [axes.get_title() for part in figure.subfigs for axes in part.axes if axes.images]
-    assert titles == [f"walls {k}\nscore {k / 3:.3g}" for k in range(10)] + [""] * 3
-    assert [part._suptitle.get_text() for part in figure.subfigs] == ["in training", "children"]
+    [axes] = figure.axes
+    texts = [f"walls {k}\nscore {k / 3:.3g}" for k in range(10)]
+    assert [x.get_text() for x in axes.texts] == ["in training", *texts, "children", "", "", ""]
+    boxes = [x.get_window_extent() for x in (*axes.texts[1:11], *axes.texts[12:])]
+    pictures = [x.get_window_extent() for x in axes.images]
+    for k, (picture, box) in enumerate(zip(pictures, boxes, strict=True)):
+        assert abs(picture.width / picture.height - 1) < 1e-6
+        assert np.allclose(picture.x0 + picture.x1, box.x0 + box.x1, atol=2) and box.y0 > picture.y1
+        assert not any(box.overlaps(other) for other in pictures)
+        level = row(levels, k if k < 10 else k - 10)
+        assert np.array_equal(axes.images[k].get_array(), amaze.render(level))
+        assert picture.x0 >= 0 and picture.y0 >= 0 and picture.x1 <= figure.bbox.x1
 
 
 def run_amaze(*args, typed=""):

@@ -267,8 +267,8 @@ def test_a_picture_is_titled_with_the_best_return_of_its_level(tmp_path, capsys,
     assert call(capsys, monkeypatch, *options)[0] == 0 and (tmp_path / "mazes.png").exists()
     levels, limit = (x := mazes_of(mazes="FourRooms", episodes=5)[0]).levels, x.max_steps
     steps = [fewest_actions(jax.tree.map(lambda x: x[i], levels), limit).index(6) for i in range(5)]
-    best = [f"{1 - 0.9 * n / limit:.3f}" for n in steps]
-    title = drawn[0].axes[0].get_title()
+    best = [f"{1 - 0.9 * n / limit:.3g}" for n in steps]
+    title = drawn[0].axes[0].texts[1].get_text()
     assert title == f"FourRooms\nbest return {best[0]}" and len({*best}) > 1
 
 
