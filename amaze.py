@@ -581,13 +581,6 @@ SUITES = {
 }
 
 
-def check_maze_names(names):
-    """Raise a ValueError that lists the test mazes if a name is none of them."""
-    for name in names:
-        if name not in TEST_MAZES:
-            raise ValueError(f"unknown maze {name!r}; choose from {', '.join(TEST_MAZES)}")
-
-
 def pad_level(level, height, width):
     """The level with wall added on the right and below; it plays as before."""
     rows, columns = height - level.wall_map.shape[0], width - level.wall_map.shape[1]
@@ -598,7 +591,9 @@ def pad_level(level, height, width):
 def sample_mazes(rng, names, episodes=1):
     """Levels of M test mazes for E episodes on each, padded to one size, and their rules:
     (Level [M * E, ...], max_steps [M * E] int32, see_through_walls [M * E] bool)."""
-    check_maze_names(names)
+    for name in names:
+        if name not in TEST_MAZES:
+            raise ValueError(f"unknown maze {name!r}; choose from {', '.join(TEST_MAZES)}")
     mazes = [TEST_MAZES[name] for name in names]
 
     def sample(rng):
@@ -743,13 +738,12 @@ def plot_levels(sections, columns=8):
             picture = render(jax.tree.map(lambda x: x[k], levels))
             height, width = 1.4 * np.array(picture.shape[:2]) / max(picture.shape)
             top += (k % columns == 0) * (0.2 + 0.14 * len(captions) + height)
-            x = 1.6 * (k % columns) + 0.8                              # its middle
+            x = 1.6 * (k % columns) + 0.8
             axes.imshow(picture, extent=(x - width / 2, x + width / 2, top, top - height))
             text = "\n".join(f"{name} {word(x[k])}".strip() for name, x in captions.items())
             axes.text(x, top - height - 0.05, text, ha="center", va="bottom", fontsize=8)
     figure.set_size_inches(1.6 * columns, top + 0.1)
-    axes.set(xlim=(0, 1.6 * columns), ylim=(top + 0.1, 0))
-    axes.axis("off")
+    axes.set(xlim=(0, 1.6 * columns), ylim=(top + 0.1, 0), xticks=[], yticks=[], frame_on=False)
     return figure
 
 

@@ -23,8 +23,8 @@ ROWS = [0, 1, 2, 3]
 BUFFER = "--eval-interval 0 --buffer-size 24 --min-fill 0.5 --replay-prob 0.5"
 TEACHER = "--eval-interval 0 --teacher-hidden-size 16 --teacher-filters 4"
 # candidates in three turns, which neither two nor four devices share evenly
-CANDIDATES = """--num-candidates 12 --candidates-at-once 4 --candidate-evals 2 --buffer-size 8
-    --score-interval 3 --num-minibatches 2"""
+CANDIDATES = """--eval-interval 0 --num-candidates 12 --candidates-at-once 4 --candidate-evals 2
+    --buffer-size 8 --score-interval 3 --num-minibatches 2"""
 # name: script, its options, and on what the same four trainings run beside one device, from the
 # start or after that run or another one until update 8
 VARIANTS = {
@@ -86,7 +86,7 @@ def torn(tmp, launch):
     """A run of two processes: a signal to one stops both; resumed, one is killed. -> its folder,
     how the first two ended, the update they reached, and the process that was not killed"""
     folder = tmp / "torn"
-    args = [*LONG, "--num-updates", 6000, "--shard", "levels", "--out", folder]
+    args = [*LONG, *"--num-updates 6000 --eval-interval 0 --shard levels --out".split(), folder]
     one, other = start_together(launch, *args)
     ends, stopped = [interrupt(other, folder, 10, signal.SIGTERM), finish(one)], last_update(folder)
     if load(folder)["step"] == stopped:
