@@ -306,6 +306,7 @@ def test_parallel_learns_from_the_replayed_block_only(parallel):
     assert learning_columns(accel, **SERIAL) == {N}
 
 
+@pytest.mark.slow
 def test_show_gives_fresh_levels_as_the_next_update_draws_them(serial, parallel):
     fresh = [cycle for cycle in serial if not replayed(cycle)]
     check_fresh_levels_shown(accel, fresh, **SERIAL)

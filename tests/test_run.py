@@ -540,6 +540,7 @@ def test_a_new_float_is_swept(tmp, sweep, train):
     assert status["script"] == "noisy.py" and status["noise"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_level_generator_without_n_walls(tmp, train):
     text = (ROOT / "dr.py").read_text()
     field = re.search(r"    n_walls: int = .*\n", text)[0]
