@@ -343,15 +343,6 @@ def episode_stats(total, length, ended, where=True):
     return {name: jnp.mean(x, where=ended & where) for name, x in stats.items()}
 
 
-def level_stats(levels, solution, where=True):
-    """Walls, shortest path (cells) and solvable share of the levels `where` [N]."""
-    return {
-        "walls": jnp.mean(levels.wall_map.sum((-2, -1)), where=where),
-        "path_length": jnp.mean(solution.path_length, where=solution.solvable & where),
-        "solvable": jnp.mean(solution.solvable, where=where),
-    }
-
-
 def episode_sums(x, done):
     """Sum of x over the episode so far, this step included [T, B]; whole where done."""
 
@@ -647,7 +638,7 @@ def make_train(config, devices=1):
     def child_stats(buffer, entries, slot, solution, where=True):
         """Of children; inserted: of these the new ones that the buffer holds after writing."""
         inserted = (slot == config.buffer_size) & (find(buffer, entries.code) < config.buffer_size)
-        stats = level_stats(entries.level, solution, where)
+        stats = amaze.level_stats(entries.level, solution, where)
         stats["inserted"] = jnp.mean(inserted, where=where)
         return {f"child_{name}": x for name, x in stats.items()}
 
@@ -740,9 +731,11 @@ def make_train(config, devices=1):
         episode = first_episodes(batch.reward, batch.done)
         metrics |= {f"train_{name}": x for name, x in episode_stats(*episode).items()}
         for name, where in {"fresh": ~(replayed | child), "replay": replayed}.items():
-            stats = level_stats(levels, solution, where)
+            stats = amaze.level_stats(levels, solution, where)
             stats |= episode_stats(*episode, jnp.repeat(where, config.num_evals))
             metrics |= {f"{name}_{key}": x for key, x in stats.items()}
+        learned = learns & (block == config.parallel)
+        metrics["unsolvable_share"] = jnp.mean(~solution.solvable, where=learned)
         metrics |= buffer_stats(state.buffer, step)
         if config.eval_interval:
             due = (step % config.eval_interval == 0) | (step == config.num_updates)

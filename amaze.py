@@ -328,6 +328,15 @@ def optimal_return(solution, max_steps):
     return jnp.where(in_time, 1 - 0.9 * (solution.n_actions / max_steps), 0).astype(jnp.float32)
 
 
+def level_stats(levels, solution, where=True):
+    """Means over levels [N], of those `where`: walls, shortest path (cells), solvable share."""
+    return {
+        "walls": jnp.mean(levels.wall_map.sum((-2, -1)), where=where),
+        "path_length": jnp.mean(solution.path_length, where=solution.solvable & where),
+        "solvable": jnp.mean(solution.solvable, where=where),
+    }
+
+
 # --- text form
 
 

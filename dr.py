@@ -300,13 +300,17 @@ def episode_stats(total, length, ended, where=True):
     return {name: jnp.mean(x, where=ended & where) for name, x in stats.items()}
 
 
-def level_stats(levels, solution, where=True):
-    """Walls, shortest path (cells) and solvable share of the levels `where` [N]."""
-    return {
-        "walls": jnp.mean(levels.wall_map.sum((-2, -1)), where=where),
-        "path_length": jnp.mean(solution.path_length, where=solution.solvable & where),
-        "solvable": jnp.mean(solution.solvable, where=where),
-    }
+def unsolvable_share(batch, queue, max_steps):
+    """Share of the transitions [T, B] that lie in levels of the queues [N, Q] without a solution.
+
+    `solve` is asked of those that were not solved: one in max_steps steps at most, and the last."""
+    (T, B), (N, Q) = batch.done.shape, queue.agent_dir.shape
+    slot = (jnp.cumsum(batch.done, axis=0) - batch.done) % Q  # that is played [T, B]
+    on = slot[..., None] == jnp.arange(Q)
+    solved = (on & (batch.reward > 0)[..., None]).any(0)  # [B, Q]
+    steps, slot = jax.lax.top_k(jnp.where(solved, 0, on.sum(0)), min(T // max_steps + 1, Q))
+    levels = jax.tree.map(lambda x: x[jnp.arange(B)[:, None] * N // B, slot], queue)
+    return jnp.sum(steps * ~jax.vmap(jax.vmap(amaze.solve))(levels).solvable) / (T * B)
 
 
 def make_train(config, devices=1):
@@ -498,7 +502,8 @@ def make_train(config, devices=1):
         episode = first_episodes(batch.reward, batch.done)
         metrics |= {f"train_{name}": x for name, x in episode_stats(*episode).items()}
         levels = jax.tree.map(lambda x: x[:, 0], queue)
-        metrics |= level_stats(levels, jax.vmap(amaze.solve)(levels))
+        metrics |= amaze.level_stats(levels, jax.vmap(amaze.solve)(levels))
+        metrics["unsolvable_share"] = unsolvable_share(batch, queue, config.max_steps)
         if config.eval_interval:
             due = (step % config.eval_interval == 0) | (step == config.num_updates)
             metrics |= jax.lax.cond(due, evaluate, partial(skip, evaluate), rng_eval, student)[1]

@@ -335,15 +335,6 @@ def episode_stats(total, length, ended, where=True):
     return {name: jnp.mean(x, where=ended & where) for name, x in stats.items()}
 
 
-def level_stats(levels, solution, where=True):
-    """Walls, shortest path (cells) and solvable share of the levels `where` [N]."""
-    return {
-        "walls": jnp.mean(levels.wall_map.sum((-2, -1)), where=where),
-        "path_length": jnp.mean(solution.path_length, where=solution.solvable & where),
-        "solvable": jnp.mean(solution.solvable, where=where),
-    }
-
-
 def episode_sums(x, done):
     """Sum of x over the episode so far, this step included [T, B]; whole where done."""
 
@@ -617,7 +608,8 @@ def make_train(config, devices=1):
         metrics |= {f"teacher_{name}": x for name, x in losses.items()} | {"regret": reward.mean()}
         # the command line needs these two: a student's PPO updates, rollouts of N * E * T steps
         metrics |= {"grad_updates": step, "rollouts": step * config.num_students}
-        metrics |= level_stats(levels, jax.vmap(amaze.solve)(levels)) | {"current_lr": lr}
+        metrics |= amaze.level_stats(levels, jax.vmap(amaze.solve)(levels)) | {"current_lr": lr}
+        metrics["unsolvable_share"] = 1 - metrics["solvable"]
         return state.replace(step=step, students=students, teacher=teacher), metrics
 
     def update(state, steps):

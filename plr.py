@@ -339,15 +339,6 @@ def episode_stats(total, length, ended, where=True):
     return {name: jnp.mean(x, where=ended & where) for name, x in stats.items()}
 
 
-def level_stats(levels, solution, where=True):
-    """Walls, shortest path (cells) and solvable share of the levels `where` [N]."""
-    return {
-        "walls": jnp.mean(levels.wall_map.sum((-2, -1)), where=where),
-        "path_length": jnp.mean(solution.path_length, where=solution.solvable & where),
-        "solvable": jnp.mean(solution.solvable, where=where),
-    }
-
-
 def episode_sums(x, done):
     """Sum of x over the episode so far, this step included [T, B]; whole where done."""
 
@@ -696,9 +687,11 @@ def make_train(config, devices=1):
         episode = first_episodes(batch.reward, batch.done)
         metrics |= {f"train_{name}": x for name, x in episode_stats(*episode).items()}
         for name, where in {"fresh": ~replayed, "replay": replayed}.items():
-            stats = level_stats(levels, solution, where)
+            stats = amaze.level_stats(levels, solution, where)
             stats |= episode_stats(*episode, jnp.repeat(where, config.num_evals))
             metrics |= {f"{name}_{key}": x for key, x in stats.items()}
+        learned = learns & (block == config.parallel)
+        metrics["unsolvable_share"] = jnp.mean(~solution.solvable, where=learned)
         metrics |= buffer_stats(buffer, step)
         if config.eval_interval:
             due = (step % config.eval_interval == 0) | (step == config.num_updates)

@@ -2,19 +2,19 @@
 
 No regret and no teacher (Rutherford 2024, 2408.15099): now and then the student plays very many
 random levels, and those that it solves in about half of the episodes become the buffer. Half of
-what it then learns from is theirs, the rest random. (The authors restart a level that has ended.)
+what it then learns from is theirs, the rest random.
 
     initialise the student
     for each update:
         every score_interval updates: play num_candidates random levels candidate_evals times each;
             p: how often each was solved; the buffer_size levels of highest p (1 - p) are the buffer
-        draw N / 2 levels from the buffer and N / 2 random ones, and for each those that follow it
-        play T steps from zero recurrent state; when an episode ends, go on with the next level
+        draw N / 2 levels from the buffer, of those with p (1 - p) > 0, and N / 2 random ones
+        play T steps from zero recurrent state; when an episode ends, restart the same level
         learn from the N * T transitions with PPO
         now and then: evaluate on test mazes that were never trained on
 
-Differs from dr.py in the buffer, `score_candidates`, phase 1 of the cycle, what is logged and, as
-its authors have them, the defaults of PPO.
+Differs from dr.py in the buffer, `score_candidates`, phase 1 of the cycle, restarting one level,
+what is logged and, as its authors have them, the defaults of PPO. (They draw p (1 - p) = 0 too.)
 
 Run        python sfl.py --seeds 8
 From code  jax.jit(jax.vmap(make_train(Config())))(jax.random.split(jax.random.key(0), 8))
@@ -322,13 +322,9 @@ def episode_stats(total, length, ended, where=True):
     return {name: jnp.mean(x, where=ended & where) for name, x in stats.items()}
 
 
-def level_stats(levels, solution, where=True):
-    """Walls, shortest path (cells) and solvable share of the levels `where` [N]."""
-    return {
-        "walls": jnp.mean(levels.wall_map.sum((-2, -1)), where=where),
-        "path_length": jnp.mean(solution.path_length, where=solution.solvable & where),
-        "solvable": jnp.mean(solution.solvable, where=where),
-    }
+def learnability(solve_rate, evals):
+    """p (1 - p) (2408.15099) times evals^2 -> [K], whole: p and 1 - p are equal."""
+    return jnp.round(solve_rate * (1 - solve_rate) * evals**2)
 
 
 def make_train(config, devices=1):
@@ -524,27 +520,28 @@ def make_train(config, devices=1):
         scored = jax.lax.map(score, share(jax.random.split(rng, turns)[dealt]))
         candidates, steps = jax.tree.map(lambda x: x[:turns], gather(scored, axis=0))
         candidates = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), candidates)
-        p, evals = candidates.solve_rate, config.candidate_evals
-        learnability = jnp.round(p * (1 - p) * evals**2)  # whole numbers: p and 1 - p are equal
-        best = jax.lax.top_k(learnability, config.buffer_size)[1]
+        scores = learnability(candidates.solve_rate, config.candidate_evals)
+        best = jax.lax.top_k(scores, config.buffer_size)[1]
         buffer = jax.tree.map(lambda x: x[best], candidates)
 
-        levels, sometimes = candidates.level, learnability > 0
-        stats = level_stats(levels, jax.lax.map(amaze.solve, levels, batch_size=at_once), sometimes)
+        levels, sometimes = candidates.level, scores > 0
+        solution = jax.lax.map(amaze.solve, levels, batch_size=at_once)
+        stats = amaze.level_stats(levels, solution, sometimes)
         stats = {f"learnable_{name}": x for name, x in stats.items() if name != "solvable"}
         rollouts, rest = jnp.divmod(steps.sum() + state.more_steps, batch_steps)
         state = state.replace(buffer=buffer, rollouts=state.rollouts + rollouts, more_steps=rest)
         return state, stats | {"learnable_share": sometimes.mean()}
 
     def choose_levels(rng, buffer):
-        """[N, Q] levels, half of the buffer and half random: those that open the cycle, and for
-        each those that follow it."""
+        """N levels, and which are of the buffer: half, drawn uniformly from the slots that are
+        learnable, which come first, or none if none is. The others are random."""
         rng_slot, rng_random = jax.random.split(rng)
-        shape = half, max(config.num_steps // 4, 1)
-        slot = jax.random.randint(rng_slot, shape, 0, config.buffer_size)
-        chosen = jax.tree.map(lambda x: x[slot], buffer.level)
-        random = sample_levels(rng_random, *shape)
-        return jax.tree.map(lambda *x: jnp.concatenate(x), chosen, random)
+        number = (learnability(buffer.solve_rate, config.candidate_evals) > 0).sum()
+        slot = jax.random.randint(rng_slot, (config.num_envs,), 0, jnp.maximum(number, 1))
+        of_buffer = (jnp.arange(config.num_envs) < half) & (number > 0)
+        drawn = jax.tree.map(lambda x: x[slot], buffer.level)
+        random = sample_levels(rng_random, config.num_envs)
+        return jax.tree.map(partial(jax.vmap(jnp.where), of_buffer), drawn, random), of_buffer
 
     def cycle(state, _):
         rng_candidates, rng_levels, rng_rollout, rng_learn, rng_eval = cycle_rngs(state)
@@ -554,9 +551,10 @@ def make_train(config, devices=1):
         due = state.step % config.score_interval == 0  # for all seeds alike: it stays a branch
         keep = partial(skip, score_candidates)
         state, scores = jax.lax.cond(due, score_candidates, keep, rng_candidates, state)
-        queue = choose_levels(rng_levels, state.buffer)
+        levels, of_buffer = choose_levels(rng_levels, state.buffer)
 
         # 2. ROLL OUT
+        queue = jax.tree.map(lambda x: x[:, None], levels)  # of one level: on done, restart it
         batch, last_value = rollout(rng_rollout, state.student.params, queue)
 
         # 3. LEARN
@@ -569,14 +567,16 @@ def make_train(config, devices=1):
         metrics |= {"grad_updates": step, "rollouts": rollouts, "current_lr": lr} | scores
         episode = first_episodes(batch.reward, batch.done)
         metrics |= {f"train_{name}": x for name, x in episode_stats(*episode).items()}
-        levels = jax.tree.map(lambda x: x[:, 0], queue)
-        solution, of_buffer = jax.vmap(amaze.solve)(levels), jnp.arange(config.num_envs) < half
+        solution = jax.vmap(amaze.solve)(levels)
+        metrics["unsolvable_share"] = jnp.mean(~solution.solvable)
         for name, where in {"fresh": ~of_buffer, "replay": of_buffer}.items():
-            stats = level_stats(levels, solution, where)
+            stats = amaze.level_stats(levels, solution, where)
             stats |= episode_stats(*episode, jnp.repeat(where, config.num_evals))
             metrics |= {f"{name}_{key}": x for key, x in stats.items()}
-        x = state.buffer.solve_rate * (1 - state.buffer.solve_rate)  # that chose them: too high
+        evals = config.candidate_evals
+        x = learnability(state.buffer.solve_rate, evals) / evals**2  # that chose them: too high
         metrics |= {"buffer_learnability": x.mean(), "buffer_learnability_min": x.min()}
+        metrics["buffer_learnable_share"] = jnp.mean(x > 0)
         if config.eval_interval:
             due = (step % config.eval_interval == 0) | (step == config.num_updates)
             metrics |= jax.lax.cond(due, evaluate, partial(skip, evaluate), rng_eval, student)[1]
@@ -588,8 +588,8 @@ def make_train(config, devices=1):
 
     def show(state):
         """Random levels of the next update and the most learnable: title -> (levels, captions)."""
-        queue = choose_levels(cycle_rngs(state)[1], state.buffer)
-        levels = jax.tree.map(lambda x: x[half : half + 32, 0], queue)
+        levels = choose_levels(cycle_rngs(state)[1], state.buffer)[0]
+        levels = jax.tree.map(lambda x: x[half : half + 32], levels)
         best = jax.tree.map(lambda x: x[:32], state.buffer)
         path = {"path": jax.vmap(amaze.solve)(levels).path_length}
         return {"fresh": (levels, path), "most learnable": (best.level, {"p": best.solve_rate})}

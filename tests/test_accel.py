@@ -242,6 +242,8 @@ def test_parallel_plays_fresh_replayed_and_children_together(parallel):
             edited += not equal(child, parent)
         walls = cycle.entries.level.wall_map.sum((1, 2))
         assert cycle.metrics["child_walls"] == pytest.approx(walls[2 * N :].mean())
+        unsolvable = (cycle.entries.n_actions[N : 2 * N] < 0).mean()
+        assert cycle.metrics["unsolvable_share"] == pytest.approx(unsolvable)
         check_logged(cycle, "fresh", slice(N))
         check_logged(cycle, "replay", slice(N, 2 * N))
     assert edited > 5 * N  # of 11 N; one edit in three is none

@@ -607,6 +607,35 @@ def test_show_gives_the_levels_of_the_next_update():
     assert min(shares) < 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("max_steps", [3, 5, 40])
+def test_unsolvable_share_is_of_the_level_that_each_transition_was_played_on(max_steps):
+    config = replace(SMALL, n_walls=10, max_steps=max_steps)
+    cycle, T, E = inner(dr.make_train(config).update, "cycle"), SMALL.num_steps, SMALL.num_evals
+
+    @jax.jit
+    def play(state):
+        rng_levels, rng_rollout, *_ = inner(cycle, "cycle_rngs")(state)
+        queue = inner(cycle, "choose_levels")(rng_levels)
+        batch, _ = inner(cycle, "rollout")(rng_rollout, state.student.params, queue)
+        return batch.done, queue, cycle(state, None)[1]["unsolvable_share"]
+
+    state, shares = start(config), set()
+    for i in range(8):
+        done, queue, found = play(state.replace(step=jnp.array(i)))
+        queue, unsolvable = jax.tree.map(np.asarray, queue), 0
+        for b in range(done.shape[1]):
+            episode = 0
+            for t in range(T):
+                level = jax.tree.map(lambda x: x[b // E, episode % (T // 4)], queue)
+                places = tuple(level.agent_pos), tuple(level.goal_pos)
+                unsolvable += path_length(level.wall_map, *places) is None
+                episode += int(done[t, b])
+        assert close(found, unsolvable / done.size)
+        shares.add(unsolvable)
+    assert len(shares) > 2 and max(shares) > done.size / 4
+
+
 # --- whole updates
 
 

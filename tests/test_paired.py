@@ -200,6 +200,8 @@ def test_students_play_the_same_designs_from_zero_state():
         for t, column in starts:
             assert value[t + 1, column] == pytest.approx(first[column], abs=1e-5)
     assert metrics["walls"] == levels.wall_map.sum() / SMALL.num_envs
+    unsolvable = np.mean(~jax.vmap(paired.amaze.solve)(levels).solvable)
+    assert metrics["unsolvable_share"] == pytest.approx(unsolvable)
     assert len({level.tobytes() for level in levels.wall_map}) > 1
 
 

@@ -797,6 +797,21 @@ def test_fresh_and_replayed_levels_are_logged_apart(serial, parallel):
         check_logged(cycle, "replay", slice(n, None) if i else nothing)
 
 
+@pytest.mark.slow
+def test_unsolvable_share_is_of_the_levels_learned_from(serial, parallel):
+    share = lambda cycle, block: mean(cycle.entries.n_actions[block] < 0)
+    n, found = SMALL["num_envs"], [cycle.metrics["unsolvable_share"] for cycle in serial]
+    learning = [cycle for cycle in serial if replayed(cycle)]
+    assert np.isfinite(found).tolist() == [*map(replayed, serial)]
+    assert np.array(found)[np.isfinite(found)].tolist() == [share(x, slice(n)) for x in learning]
+    plain = play(plr, 6, robust=False)
+    assert {share(x, slice(n)) == x.metrics["unsolvable_share"] for x in plain} == {True}
+    for cycle in parallel[1:]:
+        assert cycle.metrics["unsolvable_share"] == share(cycle, slice(n, None))
+    assert np.isnan(parallel[0].metrics["unsolvable_share"])
+    assert len({share(x, slice(n)) for x in (*plain, *parallel)}) > 1
+
+
 def check_fresh_levels_shown(module, history, **changes):
     show = jax.jit(program(module, **changes)[0].show)
     for cycle in history:

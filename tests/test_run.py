@@ -316,7 +316,7 @@ def test_resume_refuses_another_run(monkeypatch, capsys, whole, args, field):
 def test_resume_refuses_other_metrics(tmp, call, whole, name):
     """All rows of logs.csv have the columns of its header."""
     (tmp / name).mkdir()
-    line = "metrics |= level_stats(levels, jax.vmap(amaze.solve)(levels))"
+    line = "metrics |= amaze.level_stats(levels, jax.vmap(amaze.solve)(levels))"
     change = {"walls": "; metrics.pop('walls')", "rooms": " | {'rooms': lr}"}[name]
     script = copy(tmp / name, "dr", {line: line + change})
     before = contents(whole)

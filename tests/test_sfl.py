@@ -125,6 +125,7 @@ def test_the_buffer_changes_every_score_interval_before_the_levels_are_chosen():
         assert (np.diff(p * (1 - p)) <= 1e-6).all()
         assert close(row["buffer_learnability"], (p * (1 - p)).mean())
         assert close(row["buffer_learnability_min"], (p * (1 - p)).min())
+        assert close(row["buffer_learnable_share"], np.mean((p > 0.1) & (p < 0.9)))
         steps = int(after.rollouts - before.rollouts) * N * 2 * T
         steps += int(after.more_steps - before.more_steps)
         played = steps - N * 2 * T
@@ -135,22 +136,40 @@ def test_the_buffer_changes_every_score_interval_before_the_levels_are_chosen():
 # --- the levels that are learned from
 
 
-def test_half_of_the_levels_come_from_the_buffer_uniformly():
-    state, choose = history()[0][1], inner(sfl.make_train(SMALL).update, "cycle", "choose_levels")
-    counts, known = dict.fromkeys(names(state.buffer.level), 0), names(state.buffer.level)
-    draws = jax.jit(jax.vmap(choose, in_axes=(0, None)))(jax.random.split(SEED, 200), state.buffer)
-    queue = T // 4
-    levels = jax.tree.map(lambda x: np.asarray(x).swapaxes(0, 1), draws)  # [N, 200, T / 4, ...]
-    half = lambda where: jax.tree.map(lambda x: x[where].reshape(-1, *x.shape[3:]), levels)
-    for name in names(half(slice(N // 2))):
-        counts[name] += 1
-    times = np.array([counts[name] / known.count(name) for name in known])
-    mean = N // 2 * 200 * queue / K
-    assert sum(counts.values()) == mean * K and (abs(times - mean) < 5 * mean**0.5).all()
-    fresh = names(half(slice(N // 2, None)))
-    assert len(set(fresh)) > 0.9 * len(fresh) > 10 * len(set(fresh) & set(known))
-    opening = lambda x: x[:, 0, 0]  # each draw anew, each trajectory its own
-    assert len(set(names(jax.tree.map(opening, levels)))) > N // 2
+def drawn(solve_rate, times=200):
+    """What is chosen, that many times, from a buffer whose levels were solved so: names of its
+    levels; of the levels drawn [times, N]; which are of the buffer [times, N]."""
+    buffer = history()[0][1].buffer._replace(solve_rate=jnp.asarray(solve_rate))
+    choose = inner(sfl.make_train(SMALL).update, "cycle", "choose_levels")
+    draws = jax.jit(jax.vmap(choose, in_axes=(0, None)))(jax.random.split(SEED, times), buffer)
+    levels = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), draws[0])
+    return names(buffer.level), np.array(names(levels)).reshape(times, N), np.asarray(draws[1])
+
+
+def test_half_of_the_levels_are_drawn_uniformly_from_the_learnable_of_the_buffer():
+    """Seven slots of twelve; those that were never or always solved teach nothing."""
+    learnable, times = 7, 400
+    known, chosen, of_buffer = drawn([0.4, 0.6, 0.4, 0.2, 0.8, 0.2, 0.8, 1, 0, 1, 0, 0], times)
+    assert len({*known}) == K and (of_buffer == (np.arange(N) < N // 2)).all()
+    counts = np.array([(chosen[of_buffer] == name).sum() for name in known])
+    mean = N // 2 * times / learnable
+    assert counts[:learnable].sum() == mean * learnable and not counts[learnable:].any()
+    assert (abs(counts[:learnable] - mean) < 5 * mean**0.5).all()
+    fresh = chosen[~of_buffer]
+    assert len({*fresh}) > 0.9 * len(fresh) and not {*fresh} & {*known}
+
+
+def test_a_buffer_without_a_learnable_level_is_not_drawn_from():
+    known, chosen, of_buffer = drawn([1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0])
+    assert not of_buffer.any() and not {*chosen.flat} & {*known}
+
+
+@pytest.mark.parametrize("evals", [2, 5, 10, 41, 49, 128])
+def test_learnability_tells_always_from_nearly_always(evals):
+    """In float32, as mean(1) makes the rates: 49 * (1 / 49) is not 1."""
+    won = np.arange(evals + 1)
+    rate = jax.jit(lambda x: (x < 1).mean(1))(won[:, None] <= np.arange(evals)).astype(float)
+    assert (np.asarray(sfl.learnability(1 - rate, evals)) == won * (evals - won)).all()
 
 
 def test_solve_rates_of_random_and_buffer_levels_are_logged_apart():
@@ -160,19 +179,42 @@ def test_solve_rates_of_random_and_buffer_levels_are_logged_apart():
     @jax.jit
     def play(state):
         _, rng_levels, rng_rollout, *_ = inner(cycle, "cycle_rngs")(state)
-        queue = inner(cycle, "choose_levels")(rng_levels, state.buffer)
-        return inner(cycle, "rollout")(rng_rollout, state.student.params, queue)[0], queue
+        levels = inner(cycle, "choose_levels")(rng_levels, state.buffer)[0]
+        queue = jax.tree.map(lambda x: x[:, None], levels)
+        return inner(cycle, "rollout")(rng_rollout, state.student.params, queue)[0], levels
 
-    batch, queue = play(before)
+    batch, levels = play(before)
     reward, done = np.asarray(batch.reward), np.asarray(batch.done)
     in_buffer = np.arange(N * 2) < N
     parts = {"train": in_buffer | True, "replay": in_buffer, "fresh": ~in_buffer}
     for name, where in parts.items():
         for key, x in plain_stats(reward, done, where).items():
             assert close(row[f"{name}_{key}"], x), (name, key)
-    walls = np.asarray(queue.wall_map)[:, 0].sum((1, 2))
+    walls = np.asarray(levels.wall_map).sum((1, 2))
     assert close(row["replay_walls"], walls[: N // 2].mean())
     assert close(row["fresh_walls"], walls[N // 2 :].mean())
+    levels = zip(*map(np.asarray, levels))
+    paths = [path_length(walls, tuple(x), tuple(y)) for walls, x, _, y in levels]
+    assert close(row["unsolvable_share"], np.mean([path is None for path in paths]))
+
+
+def test_a_level_that_has_ended_is_restarted():
+    """Each episode of a trajectory opens as its first."""
+    cycle, opened = inner(sfl.make_train(SMALL).update, "cycle"), []
+    rollout = inner(cycle, "rollout")
+
+    def spy(rng, params, queue):
+        batch, last_value = rollout(rng, params, queue)
+        jax.debug.callback(lambda *x: opened.append(x), batch.obs, batch.is_first)
+        return batch, last_value
+
+    swap(cycle, "rollout", spy)
+    jax.jit(cycle)(history()[0][1], None)
+    jax.effects_barrier()
+    obs, is_first = jax.tree.map(np.asarray, opened[0])
+    assert is_first.sum() > 2 * N * 2
+    for image, direction, first in zip(*(x.swapaxes(0, 1) for x in (*obs, is_first))):
+        assert (image[first] == image[0]).all() and (direction[first] == direction[0]).all()
 
 
 @pytest.mark.slow
@@ -183,8 +225,9 @@ def test_show_gives_the_random_levels_of_the_next_update_and_the_buffer():
     assert names(best) == names(before.buffer.level)
     assert captions["p"].tolist() == before.buffer.solve_rate.tolist()
     cycle = inner(sfl.make_train(SMALL).update, "cycle")
-    queue = inner(cycle, "choose_levels")(inner(cycle, "cycle_rngs")(before)[1], before.buffer)
-    assert names(shown["fresh"][0]) == names(jax.tree.map(lambda x: x[N // 2 :, 0], queue))
+    rng_levels = inner(cycle, "cycle_rngs")(before)[1]
+    levels, of_buffer = inner(cycle, "choose_levels")(rng_levels, before.buffer)
+    assert names(shown["fresh"][0]) == names(jax.tree.map(lambda x: x[~of_buffer], levels))
 
 
 # --- many seeds at once, configuration
