@@ -68,8 +68,11 @@ def test_a_new_score(tmp_path, run):
     batch = module.Transition(None, None, None, None, np.zeros((5, 3)), reward, done)
     none = np.zeros(3, np.float32)
     scores = module.level_outcomes(batch, advantage, none, np.eye(3) > 0, none)[3]
-    loss = np.maximum(-advantage, 0)
-    np.testing.assert_allclose(scores["mna"], [loss[:2, 0].mean(), 0, loss[:, 2].mean()], 1e-5)
+    loss = np.maximum(-advantage, 0).sum(0)
+    np.testing.assert_allclose(scores["mna"], [loss[0], 0, loss[2]], 1e-5)
+    solved_before = np.full(3, 0.5, np.float32)
+    scores = module.level_outcomes(batch, advantage, solved_before, np.eye(3) > 0, none)[3]
+    np.testing.assert_allclose(scores["mna"], loss, 1e-5)
     buffer = "--score mna --buffer-size 8 --min-fill 0.5 --rnn none".split()
     rows = run(path, *buffer)
     assert int(rows[-1]["grad_updates"]) > 0 and float(rows[-1]["buffer_fill"]) > 0
