@@ -90,7 +90,7 @@ def recorded():
 
 def level_scores(reward, done, num_evals):
     """Plain loop: mean over a level's copies of the mean return of their finished episodes, and
-    the best of all; 0 if none. (Pooled, a copy that solves would count more: it ends more.)"""
+    the best of all; 0 if none."""
     means, bests = [], []
     for level in range(reward.shape[1] // num_evals):
         returns, copies = [], []
@@ -137,6 +137,37 @@ def test_regret_by_hand():
         assert everyone[n] == pytest.approx(max(best[:, n]) - sum(mean[:, n]) / 3, abs=1e-6)
         assert alone[n] == pytest.approx(-mean[0, n], abs=1e-6)
     assert 0 < clipped < 5
+
+
+def simulate(rng, rate, length, levels, copies):
+    """256 steps [T, B] of a student that solves with this rate, in so many of 250 steps."""
+    done, ends = np.zeros((256, levels * copies), bool), np.zeros(levels * copies, int)
+    reward = np.zeros(done.shape)
+    while (ends < 256).any():
+        solved = rng.random(ends.shape) < rate
+        ends += np.where(solved, length, 250)
+        [now] = np.nonzero(ends <= 256)
+        done[ends[now] - 1, now] = True
+        reward[ends[now] - 1, now] = solved[now] * (1 - 0.9 * length / 250)
+    return reward, done
+
+
+@pytest.mark.parametrize("copies", [1, 2, 8])
+def test_regret_is_that_of_a_student_of_known_solve_rate(copies):
+    """The antagonist always solves: regret = (1 - rate) * return of a solved episode. More copies
+    make it surer, not another. Pooled it would be, and prefer another design."""
+    rng, levels, pooled = np.random.default_rng(copies), 2000, []
+    scores = jax.jit(lambda reward, done: paired.level_returns(
+        paired.episode_sums(reward, done), done, copies))  # fmt: skip
+    for rate, length in ((0.35, 100), (0.5, 10), (0.9, 20)):
+        played = [simulate(rng, x, length, levels, copies) for x in (rate, 1.0)]
+        mean, best = (jnp.stack(x) for x in zip(*(scores(*x) for x in played)))
+        regrets, solved = np.array(paired.regret("paired", mean, best)), 1 - 0.9 * length / 250
+        error = 4 * (rate * (1 - rate) / levels / copies) ** 0.5
+        assert abs(regrets.mean() - (1 - rate) * solved) < error, (rate, length)
+        reward, done = (x.reshape(256, levels, copies).sum((0, 2)) for x in played[0])
+        pooled.append((solved - reward / np.maximum(done, 1)).mean())
+    assert copies < 8 or pooled[0] > pooled[1]  # of true 0.42 and 0.48
 
 
 @pytest.mark.slow
