@@ -1,19 +1,24 @@
-"""What the methods reach: each with several seeds, then the 12 unseen mazes of the dcd suite.
+"""What the methods reach: each with several seeds, then mazes that none of them trained on.
 
-    python benchmarks/results.py --fast          half an hour on one core for each training
-    python benchmarks/results.py                 the published lengths, about 30,000 gradient updates
+    python benchmarks/results.py --fast          on a CPU: minutes of one core for each training
+    python benchmarks/results.py                 the published lengths, about 30,000 PPO updates
     python benchmarks/results.py --minutes 60    a piece; again and again, until nothing is left
-    python benchmarks/results.py --evaluate      what is trained, beside the published figures
+    python benchmarks/results.py --evaluate      no more training: what is made of the trained ones
 
-Runs are trained one after the other, in order of interest; each goes on from its checkpoint.
-`--evaluate` writes into --results, a folder for each finished method: `results.csv` (every seed on
-every maze), `tables.txt`, `last.csv` (the last rows of its logs), `curve.csv`; and, of all methods
-with a folder there, `mazes.md` and `learning.png` (solve rate against minutes on one core).
+Methods are trained one after the other, in order of interest; each goes on from its checkpoint.
+When all are trained, or with --evaluate, --results gets a folder for each finished method:
+`dcd.csv` and `families.csv` (every seed on every maze), `tables.txt`, `logs.csv` (raw), `curve.csv`
+(solve rate of every seed on dcd's mazes against minutes and cost); and, of all methods with a
+folder there, `mazes.md`, `learning.png`, and in `records.csv` a row for each method.
+
+A cost is in minutes of one core and in published PPO updates: of `dr.py` with its defaults, timed
+just before each method on as many cores. `--changed` says in records.csv what is new.
 """
 
 import argparse
 import csv
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -26,10 +31,13 @@ from flax.serialization import msgpack_restore
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+import evaluate as evaluation  # noqa: E402
+
 S5 = "--rnn s5 --lr 1e-4 --ent-coef 1e-3"
 S5_PARALLEL = "--parallel --rnn s5 --lr 1e-4 --gae-lambda 0.98 --ent-coef 1e-3"
-FAST = {name: f"{name}.py --fast --eval-interval 150"
-        for name in ("accel", "plr", "dr", "sfl", "paired")}
+FAST = {name: f"{name}.py --fast --eval-interval 150 --log-interval 50 --archive-interval 250"
+        for name in ("accel", "plr", "sfl", "dr", "paired")}
 METHODS = {  # name: script and options (README, "S5 policies")
     "accel": "accel.py",
     "plr": "plr.py",
@@ -45,6 +53,9 @@ METHODS = {  # name: script and options (README, "S5 policies")
     "accel_parallel_s5": "accel.py --parallel --rnn s5 --lr 3e-5 --ent-coef 0 --temperature 0.1",
     "paired": "paired.py",
 }  # fmt: skip
+SEEDS = {"plr": 16, "sfl": 16}  # so many tell the two best apart; others 8
+SUITES = "dcd", "families"
+TITLES = {"accel": "ACCEL", "plr": "robust PLR", "sfl": "SFL", "dr": "DR", "paired": "PAIRED"}
 MEANS = {"accel": 0.83, "plr": 0.82, "dr": 0.55, "paired": 0.63}  # minimax's, 30,000 updates
 PUBLISHED = {  # solve rates of dcd's own result files, 5 seeds: ACCEL, robust PLR, DR
     "SixteenRooms": (1.00, 0.95, 0.87), "SixteenRooms2": (0.93, 0.49, 0.53),
@@ -69,15 +80,26 @@ def done(folder):
     return cycles, cycles == json.loads((folder / "config.json").read_text())["num_updates"]
 
 
+def call(script, *words, **options):
+    """Run a script -> its process, started."""
+    words = [sys.executable, HERE.parent / script, *words]
+    return subprocess.Popen([str(word) for word in words], **options)
+
+
 def train(name, options, deadline):
     """Train a method until it is done or the time is over -> whether it is done."""
-    folder = options.out / name
+    folder, unit = options.out / name, options.out / f"{name}_unit"
+    if not done(unit)[1]:  # a published PPO update, as many at once as there will be trainings
+        shutil.rmtree(unit, ignore_errors=True)
+        given = "--num-updates 24 --log-interval 4 --eval-interval 0 --plot-interval 0"
+        devices = f"--seeds {options.devices} --devices {options.devices}"
+        call("dr.py", *f"{given} {devices}".split(), "--out", unit).wait()
     if not done(folder)[1]:
         script, *given = options.methods[name].split()
-        given += f"--eval-suite dcd --seeds {options.seeds} {options.options}".split()
+        seeds = options.seeds or SEEDS.get(name, 8)
+        given += f"--eval-suite dcd --seeds {seeds} {options.options}".split()
         given += ["--resume"] if (folder / "config.json").exists() else []
-        words = [sys.executable, HERE.parent / script, *given, "--out", folder]
-        process = subprocess.Popen(list(map(str, words)))
+        process = call(script, *given, "--out", folder)
         try:
             status = process.wait(max(deadline - time.time(), 1))
         except subprocess.TimeoutExpired:
@@ -96,55 +118,95 @@ def write(path, table):
         writer.writerows(table)
 
 
-def curve(run):
-    """Solve rate on the suite that a run evaluates, mean and range over seeds, against minutes of
-    one core (device): the median time of an update, so that a pause does not count; those with an
+def seconds_of_an_update(run):
+    """Of one seed on one core: the median, so that a pause does not count; updates with an
     evaluation or SFL's scoring have medians of their own."""
-    config, seeds = json.loads((run / "config.json").read_text()), {}
-    for row in read(run / "logs.csv"):
-        seeds.setdefault(row["seed"], []).append(row)
-    first = next(iter(seeds.values()))
-    update, seconds = (np.array([float(row[x]) for row in first]) for x in ("update", "seconds"))
+    config = json.loads((run / "config.json").read_text())
+    table = [row for row in read(run / "logs.csv") if row["seed"] == str(config["seed"])]
+    update, seconds = (np.array([float(row[x]) for row in table]) for x in ("update", "seconds"))
     intervals = "log_interval", "eval_interval", "score_interval"
     period = np.lcm.reduce([config[name] for name in intervals if config.get(name)])
     phase, cost = update[1:] % period, np.diff(seconds) / np.diff(update)
     cost = np.mean([np.median(cost[phase == i]) for i in np.unique(phase)])
-    minutes = update * cost * config["devices"] / len(seeds) / 60  # of one seed's updates
-    for row, *others, minute in zip(*seeds.values(), minutes):
-        rates = [float(x["eval_solve_rate"]) for x in (row, *others) if x["eval_solve_rate"]]
-        if rates:
-            numbers = minute, np.mean(rates), min(rates), max(rates)
-            names = "minutes", "solve_rate", "lowest", "highest"
-            yield {"update": row["update"]} | {k: f"{x:.4g}" for k, x in zip(names, numbers)}
+    return cost * max(config["devices"], 1) / config["seeds"]
+
+
+def curve(run, unit):
+    """Rows: solve rate of each seed on the suite that a run evaluates, against the cost so far."""
+    rates, cost = {}, seconds_of_an_update(run)
+    for row in read(run / "logs.csv"):
+        if row["eval_solve_rate"]:
+            x = rates.setdefault(int(row["update"]), {})
+            x[f"seed {row['seed']}"] = f"{float(row['eval_solve_rate']):.4f}"
+    for update, x in rates.items():
+        spent = {"minutes": update * cost / 60, "published_updates": update * cost / unit}
+        yield {"update": update} | {k: f"{x:.4g}" for k, x in spent.items()} | x
+
+
+def scores(folder, suite="dcd"):
+    """Solve rates [S, M] of a method's folder, and the mazes' names."""
+    table = read(folder / f"{suite}.csv")
+    seeds, mazes = (list(dict.fromkeys(row[k] for row in table)) for k in ("seed", "maze"))
+    return np.array([float(x["solve_rate"]) for x in table]).reshape(len(seeds), -1), mazes
 
 
 def compare(folders):
     """Markdown: a line for each maze, mean solve rates over seeds beside the published ones."""
     yield f"| maze | {' | '.join(folders)} | published: accel | plr | dr |"
     yield "|" + "---|" * (len(folders) + 4)
-    tables = [read(folder / "results.csv") for folder in folders.values()]
-    for maze, published in PUBLISHED.items():
-        rates = [[float(row["solve_rate"]) for row in table if row["maze"] == maze]
-                 for table in tables]  # fmt: skip
-        yield f"| {maze} | {' | '.join(f'{x:.2f}' for x in (*map(np.mean, rates), *published))} |"
+    for suite in SUITES:
+        tables = [scores(folder, suite) for folder in folders.values()]
+        for i, maze in enumerate(tables[0][1]):
+            rates = [f"{table[:, i].mean():.2f}" for table, _ in tables]
+            published = [f"{x:.2f}" for x in PUBLISHED.get(maze, ())] or [""] * 3
+            yield f"| {maze} | {' | '.join(rates + published)} |"
 
 
 def plot(folders, path):
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for i, (name, folder) in enumerate(folders.items()):
-        table, seeds = (read(folder / f"{what}.csv") for what in ("curve", "results"))
-        seeds = len({row["seed"] for row in seeds})
-        x, mean, *ends = ([float(row[key]) for row in table] for key in list(table[0])[1:])
-        axes.plot(x, mean, color=f"C{i}", label=f"{name}, {seeds} seeds")
-        axes.fill_between(x, *ends, color=f"C{i}", alpha=0.15, lw=0)
+    """A panel for each method: every seed thin, their mean, the published mean; and all means."""
+    figure = Figure(figsize=(8, 5.4), layout="constrained")
+    panels = figure.subplots(2, 3, sharex=True, sharey=True).ravel()
+    for i, ((name, folder), axes) in enumerate(zip(folders.items(), panels)):
+        table = read(folder / "curve.csv")
+        seeds = [key for key in table[0] if key.startswith("seed")]
+        rates = np.array([[float(row[key]) for key in seeds] for row in table])
+        minutes = [float(row["minutes"]) for row in table]
+        axes.plot(minutes, rates, color=f"C{i}", lw=0.6, alpha=0.5)
+        for where in (axes, panels[-1]):
+            where.plot(minutes, rates.mean(1), color=f"C{i}", lw=2, label=TITLES.get(name, name))
         if name in MEANS:
-            axes.axhline(MEANS[name], color=f"C{i}", ls="--", lw=1)
-    axes.set(xlabel="minutes on one core", ylabel="mean solve rate, 12 unseen mazes", ylim=(0, 1))
-    axes.set_title("dashed: published, after 30,000 updates on a GPU", fontsize="medium")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
+            axes.axhline(MEANS[name], color="0.3", ls="--", lw=1)
+            axes.annotate(f"minimax's paper {MEANS[name]:.2f}", (1, MEANS[name] - 0.01), ha="right",
+                          va="top", xycoords=("axes fraction", "data"), fontsize=8, color="0.3")
+        axes.set_title(f"{TITLES.get(name, name)}, {len(seeds)} seeds", fontsize=10)
+    panels[-1].set_title("their means", fontsize=10)
+    panels[-1].legend(fontsize=8, loc="lower right")
+    for axes in panels:
+        axes.set(ylim=(0, 1.02))
+        axes.grid(alpha=0.3)
+    figure.supxlabel("minutes of one CPU core for each training", fontsize=10)
+    figure.supylabel("solve rate, mean of 12 unseen mazes (1: all)", fontsize=10)
+    figure.savefig(path, dpi=100)
+
+
+def record(name, options, said):
+    """The row of records.csv: a method's figures at this commit, once."""
+    into, path = options.results / name, options.results / "records.csv"
+    words = dict(cwd=HERE, text=True, stdout=subprocess.PIPE)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **words).stdout.strip()
+    last, dcd, families = read(into / "curve.csv")[-1], *(scores(into, x)[0] for x in SUITES)
+    over_seeds = lambda x: evaluation.bootstrap(x, lambda x: np.array([x.mean()]), 0)[0]
+    mean = lambda x: evaluation.show(*over_seeds(x))
+    head, row = (re.split(r"\s{2,}", line) for line in said.splitlines()[-2:])
+    worst = dict(zip(head, row)).get("worst 1%", "")
+    row = {"method": name, "seeds": len(dcd), "minutes": last["minutes"],
+           "published updates": last["published_updates"], "dcd": mean(dcd),
+           "worst seed": f"{dcd.mean(1).min():.3f}", "families": mean(families),
+           "worst seed there": f"{families.mean(1).min():.3f}", "worst 1% of random levels": worst,
+           "changed": options.changed, "commit": commit}  # fmt: skip
+    rows = read(path) if path.exists() else []
+    rows = [x for x in rows if (x["method"], x["commit"]) != (name, commit)]
+    write(path, [*rows, row])
 
 
 def evaluate(options):
@@ -152,25 +214,28 @@ def evaluate(options):
     finished = [name for name in options.methods if done(options.out / name)[1]]
     if not finished:
         sys.exit(f"{options.out}: no run is finished")
-    # sampled levels have 20: ten to find the worst, ten to report them
-    suites = {"sampled": "--levels 2000", "dcd": f"--episodes {options.episodes}"}
-    for name in finished:
-        run, into, said = options.out / name, options.results / name, []
-        for suite, given in suites.items():  # dcd last: its results.csv is the one to keep
-            words = [sys.executable, HERE.parent / "evaluate.py", run, "--suite", suite]
-            process = subprocess.run(list(map(str, [*words, *given.split()])),
-                                     stdout=subprocess.PIPE, text=True)  # fmt: skip
+    episodes = f"--episodes {options.episodes}"
+    suites = dict.fromkeys(SUITES, episodes) | {"sampled": f"--levels {options.levels}"}
+    runs = [options.out / name for name in finished]
+    for name, run in zip(finished, runs):
+        into, said = options.results / name, {}
+        into.mkdir(parents=True, exist_ok=True)
+        for suite, given in suites.items():
+            words = [run, "--suite", suite, *given.split(), "--out", options.out / "evaluated"]
+            process = call("evaluate.py", *words, stdout=subprocess.PIPE, text=True)
+            lines = process.communicate()[0].splitlines()
             if process.returncode:
                 sys.exit(f"evaluate.py ended with status {process.returncode}")
-            lines = process.stdout.splitlines()
-            said += [line for line in lines if not line.endswith(("written", "replaced"))]
-        print("\n".join(said), flush=True)
-        into.mkdir(parents=True, exist_ok=True)
-        (into / "tables.txt").write_text("\n".join(said) + "\n")
-        shutil.copy(run / "results.csv", into)
-        table = read(run / "logs.csv")
-        write(into / "last.csv", [row for row in table if row["update"] == table[-1]["update"]])
-        write(into / "curve.csv", list(curve(run)))
+            lines = [line for line in lines if not line.endswith(("written", "replaced"))]
+            said[suite] = "\n".join(lines).strip()
+            if suite in SUITES:
+                shutil.copy(options.out / "evaluated" / "results.csv", into / f"{suite}.csv")
+        print(said["dcd"], flush=True)
+        (into / "tables.txt").write_text("\n\n".join(said.values()) + "\n")
+        shutil.copy(run / "logs.csv", into)
+        unit = seconds_of_an_update(options.out / f"{name}_unit")
+        write(into / "curve.csv", list(curve(run, unit)))
+        record(name, options, said["sampled"])
     folders = {name: options.results / name for name in METHODS}
     folders = {name: x for name, x in folders.items() if (x / "curve.csv").exists()}
     (options.results / "mazes.md").write_text("\n".join(compare(folders)) + "\n")
@@ -183,7 +248,7 @@ def main():
     parser.add_argument("--fast", action="store_true", help="the scripts' --fast, on a CPU")
     parser.add_argument("--methods", nargs="+", default=[], help="default: all")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long")
-    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=0, help="default: 8, of the two best 16")
     parser.add_argument("--devices", type=int, default=1,
                         help="that seeds are dealt over: cores, but 1 is all threads of a CPU")
     parser.add_argument("--options", default="", help="further options of the scripts, quoted")
@@ -191,6 +256,8 @@ def main():
     parser.add_argument("--evaluate", action="store_true", help="instead of training")
     parser.add_argument("--results", type=Path, help="default: results in --out")
     parser.add_argument("--episodes", type=int, default=100, help="of each maze")
+    parser.add_argument("--levels", type=int, default=2000, help="random ones, 20 episodes of each")
+    parser.add_argument("--changed", default="", help="what is new, for records.csv")
     options = parser.parse_args()
     methods = FAST if options.fast else METHODS
     if unknown := {*options.methods} - {*methods}:
@@ -207,7 +274,8 @@ def main():
     for name in options.methods:
         if not train(name, options, deadline):
             return
-    print("nothing is left to train")
+    print("nothing is left to train", flush=True)
+    evaluate(options)
 
 
 if __name__ == "__main__":
