@@ -1,0 +1,54 @@
+"""What can be known of GPUs and TPUs without one: the command line's programs are lowered for them,
+as they stand with the published configuration, and ask for nothing but XLA's own operations."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.export
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+QR = {  # of initial weights: the only calls of a library
+    "cuda": {"cusolver_geqrf_ffi", "cusolver_orgqr_ffi"},
+    "tpu": {"Qr", "ProductOfElementaryHouseholderReflectors"},
+}
+SEEDS = 3
+
+
+class Accelerators(list):
+    """Devices of which the scripts believe that they are no CPUs."""
+
+    def __getitem__(self, i):
+        return SimpleNamespace(platform="accelerator")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dr", "plr", "accel", "paired", "sfl"])
+def test_programs_lower_for_accelerators(name, monkeypatch):
+    """Both branches that are only a CPU's are left out: seeds, and PAIRED's students, in turn."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "accelerator")
+    script = importlib.import_module(name)
+    config = script.Config(seeds=SEEDS)
+    rows, devices = script.make_rows(config), Accelerators(jax.devices()[:1])
+    init, update, show, _ = script.make_programs(config, SEEDS, devices, "seeds")
+    table = {"seed": np.array([row["seed"] for row in rows])}
+    state = jax.eval_shape(init, 0, table, None)[0]
+    programs = {"init": (init, None), "update": (update(config.log_interval), state)}
+    for what, (program, state) in (programs | {"show": (show, state)}).items():
+        for platform, needed in QR.items():
+            exported = jax.export.export(program, platforms=[platform])(0, table, state)
+            text = str(exported.mlir_module())
+            called = {*re.findall(r"custom_call\W+(\w+)", text)}
+            assert called == (needed if what == "init" else set()), (what, platform)
+            assert not re.search(r"callback|\b(send|recv|infeed|outfeed)\b", text)
+        if what == "update":  # all agents of a step and all steps of a batch, in one array
+            agents = f"{SEEDS}x{config.num_students}" if name == "paired" else f"{SEEDS}"
+            for shape in (f"{config.num_envs}x7", f"{config.num_steps}x{config.num_envs}x7"):
+                assert f"tensor<{agents}x{shape}xf32>" in text, shape
