@@ -388,6 +388,13 @@ def _fixed(text, max_steps=450, goals=None):
     return TestMaze(sample, max_steps)
 
 
+def _neighbours(n):
+    """Right, below, left and above each of n x n rooms [n * n, 4]; beyond the edge: the room."""
+    room = np.pad(np.arange(n * n).reshape(n, n), 1, "edge")
+    sides = room[1:-1, 2:], room[2:, 1:-1], room[1:-1, :-2], room[:-2, 1:-1]
+    return jnp.array(sides).reshape(4, n * n).T
+
+
 def _perfect_maze(rng, size, rooms, parents):
     """The maze whose doors join the even cells `rooms` to `parents` [K]; start, goal: corners."""
     n = (size + 1) // 2                                                 # n x n rooms
@@ -404,17 +411,14 @@ def sample_perfect_maze(rng, size):
     n = (size + 1) // 2
     rng_tree, rng_corners = jax.random.split(rng)
     bits = jax.random.bits(rng_tree, (2 * n * n,), jnp.uint32)
-    root = _below(bits[-1], n * n)
-    dx, dy = jnp.array([1, 0, -1, 0]), jnp.array([0, 1, 0, -1])
+    root, neighbours = _below(bits[-1], n * n), _neighbours(n)
 
     def visit(k, carry):
         room, parent = carry                                            # [], [n * n]; -1 unvisited
-        x, y = room % n + dx, room // n + dy                            # [4] neighbours
-        inside = (x >= 0) & (x < n) & (y >= 0) & (y < n)
-        new = inside & (parent.at[y * n + x].get(mode="clip") < 0)
+        new = parent[neighbours[room]] < 0                              # [4]
         n_new = jnp.sum(new)
         pick = _kth(new, _below(bits[k], n_new))
-        next_room = jnp.where(n_new > 0, (y * n + x).at[pick].get(mode="clip"), parent[room])
+        next_room = jnp.where(n_new > 0, neighbours[room, pick], parent[room])
         return next_room, parent.at[next_room].set(jnp.where(n_new > 0, room, parent[next_room]))
 
     parent = jnp.full(n * n, -1).at[root].set(root)
@@ -475,15 +479,98 @@ def sample_simple_crossing(rng):
     return Level(wall_map, start, jnp.zeros((), jnp.int32), goal)
 
 
-def sample_solvable(rng):
-    """Uniformly random solvable 60-wall 13 x 13 level, by rejection."""
+def sample_solvable(rng, sample=sample_level):
+    """Uniformly random solvable 60-wall 13 x 13 level, or another sample's, by rejection."""
     def draw(carry):
         rng, rng_level = jax.random.split(carry[0])
-        level = sample_level(rng_level)
+        level = sample(rng_level)
         return rng, level, solve(level).solvable
 
     first = draw((rng,))
     return jax.lax.while_loop(lambda carry: ~carry[2], draw, first)[1]
+
+
+def sample_prim_tree(rng, n):
+    """Spanning tree of n x n rooms by Prim's algorithm, each room's parent [n * n]: from a random
+    root on, a random one of the edges that leave the tree joins it."""
+    bits, neighbours = jax.random.bits(rng, (n * n,), jnp.uint32), _neighbours(n)
+
+    def grow(k, parent):                                                # -1: not in the tree
+        border = (parent[neighbours] >= 0) & (parent < 0)[:, None]      # [n * n, 4]
+        edge = _kth(border.reshape(-1), _below(bits[k], jnp.sum(border)))
+        return parent.at[edge // 4].set(neighbours[edge // 4, edge % 4])
+
+    root = _below(bits[-1], n * n)
+    return jax.lax.fori_loop(0, n * n - 1, grow, jnp.full(n * n, -1).at[root].set(root))
+
+
+def sample_wilson_tree(rng, n):
+    """Spanning tree of n x n rooms, uniform, by Wilson's algorithm as popping of cycles, [n * n]:
+    each room points at a random neighbour; those on cycles draw anew until there are none."""
+    neighbours, rooms = _neighbours(n), jnp.arange(n * n)
+
+    def pop(carry):
+        rng, parent, on_cycle = carry
+        rng, rng_draw = jax.random.split(rng)
+        bits = jax.random.bits(rng_draw, (n * n,), jnp.uint32)
+        parent = later = jnp.where(on_cycle, neighbours[rooms, _below(bits, 4)], parent)
+        for _ in range((n * n).bit_length()):                           # after 2, 4, ... steps
+            later = later[later]
+        return rng, parent, jnp.isin(rooms, later) & (rooms > 0)        # room 0 is the root
+
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[2]), pop, (rng, 0 * rooms, rooms > 0))[1]
+
+
+def turn_level(level, k):
+    """A square level in one of the square's 8 symmetries: k & 4 swaps x and y, then 1, 2 flip."""
+    flip, swap, end = jnp.stack([k & 1, k >> 1 & 1]), k >= 4, len(level.wall_map) - 1
+    x, y = abs(end * flip[:, None] - jnp.arange(end + 1))
+    wall_map = jnp.where(swap, level.wall_map.T, level.wall_map)[y[:, None], x]
+    agent, goal = (abs(end * flip - jnp.where(swap, place[::-1], place))
+                   for place in (level.agent_pos, level.goal_pos))
+    direction = level.agent_dir ^ swap
+    return Level(wall_map, agent, direction ^ 2 * flip[direction % 2], goal)
+
+
+def sample_family(rng, kind):
+    """A 13 x 13 maze of the suite `families`: its walls, start, goal and symmetry at random."""
+    rng_tree, rng_noise = jax.random.split(rng)
+    noise, places, others = jax.random.uniform(rng_noise, (3, 13, 13))
+    (y, x), draw = np.mgrid[:13, :13], lambda i, n: (others[i] * n).astype(jnp.int32)
+    gap = lambda group: noise == jax.ops.segment_max(noise.ravel(), group.ravel(), 64)[group]
+    near = lambda mask: jax.lax.reduce_window(1 * mask, 0, jax.lax.add, (3, 3), (1, 1), "SAME")
+    perfect = lambda tree: _perfect_maze(rng, 13, jnp.arange(49), tree(rng_tree, 7)).wall_map
+    ring, diagonal = 6 - np.maximum(abs(x - 6), abs(y - 6)), (x == y) | (x + y == 12)
+    shift, tip, phase, is_door = draw(0, 4), 12 - draw(1, 6), draw(2, 3), (x + y) % 2 == 1
+    u, v = x + 1 + phase[0], y + 1 + phase[1]
+    part = 2 * (u % 4 > 0) + (v % 4 > 0)                                # crossing, walls, room
+
+    def braid(walls):
+        ends = ~walls & ~is_door & (near(~walls) == 2)
+        return walls & ~(is_door & (near(ends) > 0) & (noise > 0.5))
+
+    walls = {
+        "Spiral": lambda: (ring % 2 == 1) ^ ((y == x + 1) & (x < 6)),
+        "Serpentine": lambda: (x % 2 == 1) & (y != jnp.where(x % 4 == 1, shift, 12 - shift)),
+        "Rings": lambda: (ring % 2 == 1) & (diagonal | ~gap(ring + 7 * diagonal)),
+        "Comb": lambda: (y > tip) | (y > 0) & (x % 2 == 1),
+        "RoomsWithDoors": lambda: (part < 3) & ~(
+            gap(16 * part + u // 4 * 4 + v // 4) & (part > 0) & (noise < 0.93)),
+        "Streets": lambda: (x % 3 * (y % 3) > 0) | (x % 3 + y % 3 == 1) & (noise < 0.35),
+        "Staircase": lambda: ((x + y) % 3 == phase[0]) & ~gap(x + y),
+        "Pillars": lambda: (u % 2 + v % 2 == 0) & (noise > 0.1),
+        "Caves": lambda: near(near(noise < 0.48) > 4) > 4,
+        "PrimMaze": lambda: perfect(sample_prim_tree),
+        "WilsonMaze": lambda: perfect(sample_wilson_tree),
+        "BraidedMaze": lambda: braid(perfect(sample_wilson_tree)),
+    }[kind]()
+    inwards, tips = (ring == 0, ring > 3), (y == tip) & (x % 2 == 0)
+    ends = {"Spiral": inwards, "Rings": inwards, "Comb": (tips, tips)}.get(kind, (x == 0, x == 12))
+    starts, goals = jnp.where(draw((3, 0), 2), jnp.stack(ends), jnp.stack(ends[::-1])) & ~walls
+    start = jnp.argmax(jnp.where(starts, places, -1))
+    goal = jnp.argmin(jnp.where(goals, places, 2))                      # not the start
+    level = Level(walls, _xy(start, 13), draw((3, 1), 4), _xy(goal, 13))
+    return turn_level(level, draw((3, 2), 8))
 
 
 _MAPS = """
@@ -566,10 +653,14 @@ def _test_mazes():
     mazes["FourRooms"] = TestMaze(sample_four_rooms, 100, see_through_walls=False)
     mazes["SimpleCrossing"] = TestMaze(sample_simple_crossing, 484, see_through_walls=False)
     mazes["Sampled"] = TestMaze(sample_solvable, 250)
+    for name in SUITES["families"]:
+        sample = partial(sample_family, kind=name)
+        if name in ("RoomsWithDoors", "Streets", "Caves"):
+            sample = partial(sample_solvable, sample=sample)
+        mazes[name] = TestMaze(sample, 450 if name == "Staircase" else 250)
     return mazes
 
 
-TEST_MAZES = _test_mazes()
 SUITES = {
     "minimax": ["SixteenRooms", "Labyrinth", "StandardMaze"],
     "jaxued": ["SixteenRooms", "SixteenRooms2", "Labyrinth", "LabyrinthFlipped", "Labyrinth2",
@@ -577,8 +668,11 @@ SUITES = {
     "dcd": ["SixteenRooms", "SixteenRooms2", "Labyrinth", "Labyrinth2", "StandardMaze",
             "StandardMaze2", "StandardMaze3", "SimpleCrossing", "FourRooms", "SmallCorridor",
             "LargeCorridor", "PerfectMazeMedium"],
+    "families": ["Spiral", "Serpentine", "Rings", "Comb", "RoomsWithDoors", "Streets", "Staircase",
+                 "Pillars", "Caves", "PrimMaze", "WilsonMaze", "BraidedMaze"],
     "sampled": ["Sampled"],
 }
+TEST_MAZES = _test_mazes()
 
 
 def pad_level(level, height, width):
