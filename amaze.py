@@ -390,9 +390,8 @@ def _fixed(text, max_steps=450, goals=None):
 
 def _neighbours(n):
     """Right, below, left and above each of n x n rooms [n * n, 4]; beyond the edge: the room."""
-    room = np.pad(np.arange(n * n).reshape(n, n), 1, "edge")
-    sides = room[1:-1, 2:], room[2:, 1:-1], room[1:-1, :-2], room[:-2, 1:-1]
-    return jnp.array(sides).reshape(4, n * n).T
+    (y, x), end = np.divmod(np.arange(n * n)[:, None], n), n - 1
+    return jnp.array(n * np.clip(y + [0, 1, 0, -1], 0, end) + np.clip(x + [1, 0, -1, 0], 0, end))
 
 
 def _perfect_maze(rng, size, rooms, parents):
@@ -406,8 +405,7 @@ def _perfect_maze(rng, size, rooms, parents):
 
 
 def sample_perfect_maze(rng, size):
-    """Spanning tree of the even cells by random depth-first search, as minimax makes it: long
-    winding corridors; start, goal: two corners."""
+    """Spanning tree of the even cells by depth-first search, as in minimax; ends: two corners."""
     n = (size + 1) // 2
     rng_tree, rng_corners = jax.random.split(rng)
     bits = jax.random.bits(rng_tree, (2 * n * n,), jnp.uint32)
@@ -416,10 +414,9 @@ def sample_perfect_maze(rng, size):
     def visit(k, carry):
         room, parent = carry                                            # [], [n * n]; -1 unvisited
         new = parent[neighbours[room]] < 0                              # [4]
-        n_new = jnp.sum(new)
-        pick = _kth(new, _below(bits[k], n_new))
-        next_room = jnp.where(n_new > 0, neighbours[room, pick], parent[room])
-        return next_room, parent.at[next_room].set(jnp.where(n_new > 0, room, parent[next_room]))
+        pick = _kth(new, _below(bits[k], jnp.sum(new)))                 # 4 if there is none: back
+        next_room = jnp.append(neighbours[room], parent[room])[pick]
+        return next_room, parent.at[next_room].set(jnp.where(jnp.any(new), room, parent[next_room]))
 
     parent = jnp.full(n * n, -1).at[root].set(root)
     _, parent = jax.lax.fori_loop(0, 2 * n * n - 2, visit, (root, parent))
@@ -491,8 +488,7 @@ def sample_solvable(rng, sample=sample_level):
 
 
 def sample_prim_tree(rng, n):
-    """Spanning tree of n x n rooms by Prim's algorithm, each room's parent [n * n]: from a random
-    root on, a random one of the edges that leave the tree joins it."""
+    """Spanning tree of n x n rooms by Prim's algorithm from a corner; parents [n * n]."""
     bits, neighbours = jax.random.bits(rng, (n * n,), jnp.uint32), _neighbours(n)
 
     def grow(k, parent):                                                # -1: not in the tree
@@ -500,77 +496,59 @@ def sample_prim_tree(rng, n):
         edge = _kth(border.reshape(-1), _below(bits[k], jnp.sum(border)))
         return parent.at[edge // 4].set(neighbours[edge // 4, edge % 4])
 
-    root = _below(bits[-1], n * n)
-    return jax.lax.fori_loop(0, n * n - 1, grow, jnp.full(n * n, -1).at[root].set(root))
+    return jax.lax.fori_loop(1, n * n, grow, jnp.full(n * n, -1).at[0].set(0))
 
 
 def sample_wilson_tree(rng, n):
-    """Spanning tree of n x n rooms, uniform, by Wilson's algorithm as popping of cycles, [n * n]:
-    each room points at a random neighbour; those on cycles draw anew until there are none."""
+    """Uniform spanning tree of n x n rooms by Wilson's popping of cycles; parents [n * n]."""
     neighbours, rooms = _neighbours(n), jnp.arange(n * n)
 
     def pop(carry):
-        rng, parent, on_cycle = carry
-        rng, rng_draw = jax.random.split(rng)
-        bits = jax.random.bits(rng_draw, (n * n,), jnp.uint32)
-        parent = later = jnp.where(on_cycle, neighbours[rooms, _below(bits, 4)], parent)
-        for _ in range((n * n).bit_length()):                           # after 2, 4, ... steps
-            later = later[later]
-        return rng, parent, jnp.isin(rooms, later) & (rooms > 0)        # room 0 is the root
+        k, parent, on_cycle = carry
+        bits = jax.random.bits(jax.random.fold_in(rng, k), (n * n,), jnp.uint32)
+        parent = jnp.where(on_cycle, neighbours[rooms, _below(bits, 4)], parent)
+        later = jax.lax.fori_loop(0, (n * n).bit_length(), lambda _, at: at[at], parent)
+        return k + 1, parent, jnp.isin(rooms, later) & (rooms > 0)      # room 0 is the root
 
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[2]), pop, (rng, 0 * rooms, rooms > 0))[1]
-
-
-def turn_level(level, k):
-    """A square level in one of the square's 8 symmetries: k & 4 swaps x and y, then 1, 2 flip."""
-    flip, swap, end = jnp.stack([k & 1, k >> 1 & 1]), k >= 4, len(level.wall_map) - 1
-    x, y = abs(end * flip[:, None] - jnp.arange(end + 1))
-    wall_map = jnp.where(swap, level.wall_map.T, level.wall_map)[y[:, None], x]
-    agent, goal = (abs(end * flip - jnp.where(swap, place[::-1], place))
-                   for place in (level.agent_pos, level.goal_pos))
-    direction = level.agent_dir ^ swap
-    return Level(wall_map, agent, direction ^ 2 * flip[direction % 2], goal)
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[2]), pop, (0, 0 * rooms, rooms > 0))[1]
 
 
 def sample_family(rng, kind):
-    """A 13 x 13 maze of the suite `families`: its walls, start, goal and symmetry at random."""
+    """A 13 x 13 maze of the suite `families`: all in it at random, in one of the 8 symmetries."""
     rng_tree, rng_noise = jax.random.split(rng)
-    noise, places, others = jax.random.uniform(rng_noise, (3, 13, 13))
-    (y, x), draw = np.mgrid[:13, :13], lambda i, n: (others[i] * n).astype(jnp.int32)
+    noise, places, others = jax.random.uniform(rng_noise, (507,)).reshape(3, 13, 13)
+    draw = lambda n: (others * n).astype(jnp.int32)
     gap = lambda group: noise == jax.ops.segment_max(noise.ravel(), group.ravel(), 64)[group]
     near = lambda mask: jax.lax.reduce_window(1 * mask, 0, jax.lax.add, (3, 3), (1, 1), "SAME")
     perfect = lambda tree: _perfect_maze(rng, 13, jnp.arange(49), tree(rng_tree, 7)).wall_map
-    ring, diagonal = 6 - np.maximum(abs(x - 6), abs(y - 6)), (x == y) | (x + y == 12)
-    shift, tip, phase, is_door = draw(0, 4), 12 - draw(1, 6), draw(2, 3), (x + y) % 2 == 1
-    u, v = x + 1 + phase[0], y + 1 + phase[1]
-    part = 2 * (u % 4 > 0) + (v % 4 > 0)                                # crossing, walls, room
-
-    def braid(walls):
-        ends = ~walls & ~is_door & (near(~walls) == 2)
-        return walls & ~(is_door & (near(ends) > 0) & (noise > 0.5))
-
+    (y, x), (b, a) = np.mgrid[:13, :13], abs(np.mgrid[-6:7, -6:7])      # a, b: from the middle
+    ring, tip, shift = 6 - np.maximum(a, b), 12 - draw(6)[0], draw(4)[1]
+    u, v = x + 1 + draw(3)[2, 0], y + 1 + draw(3)[2, 1]                 # rooms begin at multiples
+    side = u // 4 * 4 + v // 4 + 16 * (part := 2 * (u % 4 > 0) + (v % 4 > 0))   # 3 is the floor
     walls = {
         "Spiral": lambda: (ring % 2 == 1) ^ ((y == x + 1) & (x < 6)),
         "Serpentine": lambda: (x % 2 == 1) & (y != jnp.where(x % 4 == 1, shift, 12 - shift)),
-        "Rings": lambda: (ring % 2 == 1) & (diagonal | ~gap(ring + 7 * diagonal)),
+        "Rings": lambda: (ring % 2 == 1) & ((a == b) | ~gap(ring + 7 * (a == b))),
         "Comb": lambda: (y > tip) | (y > 0) & (x % 2 == 1),
-        "RoomsWithDoors": lambda: (part < 3) & ~(
-            gap(16 * part + u // 4 * 4 + v // 4) & (part > 0) & (noise < 0.93)),
+        "RoomsWithDoors": lambda: (part < 3) & ((part < 1) | ~gap(side) | (noise > 0.9)),
         "Streets": lambda: (x % 3 * (y % 3) > 0) | (x % 3 + y % 3 == 1) & (noise < 0.35),
-        "Staircase": lambda: ((x + y) % 3 == phase[0]) & ~gap(x + y),
+        "Staircase": lambda: ((u + y) % 3 == 0) & ~gap(x + y),
         "Pillars": lambda: (u % 2 + v % 2 == 0) & (noise > 0.1),
         "Caves": lambda: near(near(noise < 0.48) > 4) > 4,
         "PrimMaze": lambda: perfect(sample_prim_tree),
         "WilsonMaze": lambda: perfect(sample_wilson_tree),
-        "BraidedMaze": lambda: braid(perfect(sample_wilson_tree)),
+        "BraidedMaze": lambda: (tree := perfect(sample_wilson_tree)) & (        # dead ends open
+            (near(~tree & (near(~tree) == 2)) == 0) | ((x + y) % 2 == 0) | (noise < 0.5)),
     }[kind]()
     inwards, tips = (ring == 0, ring > 3), (y == tip) & (x % 2 == 0)
     ends = {"Spiral": inwards, "Rings": inwards, "Comb": (tips, tips)}.get(kind, (x == 0, x == 12))
-    starts, goals = jnp.where(draw((3, 0), 2), jnp.stack(ends), jnp.stack(ends[::-1])) & ~walls
-    start = jnp.argmax(jnp.where(starts, places, -1))
-    goal = jnp.argmin(jnp.where(goals, places, 2))                      # not the start
-    level = Level(walls, _xy(start, 13), draw((3, 1), 4), _xy(goal, 13))
-    return turn_level(level, draw((3, 2), 8))
+    masks = jnp.stack([ends[0], walls, ends[1]])
+    for axis in range(3):                                               # 0: start and goal
+        masks = jnp.where(others[3, axis] < 0.5, jnp.flip(masks, axis), masks)
+    starts, walls, goals = jnp.where(others[3, 3] < 0.5, masks.swapaxes(1, 2), masks)
+    start = jnp.argmax(jnp.where(starts & ~walls, places, -1))
+    goal = jnp.argmin(jnp.where(goals & ~walls, places, 2))             # not the start
+    return Level(walls, _xy(start, 13), draw(4)[4, 0], _xy(goal, 13))
 
 
 _MAPS = """
@@ -645,11 +623,9 @@ def _test_mazes():
     small, large = _maps()["SmallCorridor"], _maps()["LargeCorridor"]
     mazes["SmallCorridor"] = _fixed(small, 450, [(x, y) for y in (5, 7) for x in range(2, 12, 2)])
     mazes["LargeCorridor"] = _fixed(large, 882, [(x, y) for y in (8, 10) for x in range(2, 18, 2)])
-    perfect = {"PerfectMaze": (sample_perfect_maze, 13)} | {
-        f"PerfectMaze{name}": (sample_kruskal_maze, size)
-        for name, size in {"Medium": 19, "Large": 49, "XL": 99}.items()}
-    for name, (sample, size) in perfect.items():
-        mazes[name] = TestMaze(partial(sample, size=size), 2 * (size + 2) ** 2)
+    for name, size in {"": 13, "Medium": 19, "Large": 49, "XL": 99}.items():
+        sample = partial(sample_kruskal_maze if name else sample_perfect_maze, size=size)
+        mazes["PerfectMaze" + name] = TestMaze(sample, 2 * (size + 2) ** 2)
     mazes["FourRooms"] = TestMaze(sample_four_rooms, 100, see_through_walls=False)
     mazes["SimpleCrossing"] = TestMaze(sample_simple_crossing, 484, see_through_walls=False)
     mazes["Sampled"] = TestMaze(sample_solvable, 250)
