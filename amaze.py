@@ -397,6 +397,12 @@ def _fixed(text, max_steps=450, goals=None):
     return TestMaze(sample, max_steps)
 
 
+def _neighbours(n):
+    """Right, below, left and above each of n x n rooms [n * n, 4]; beyond the edge: the room."""
+    (y, x), end = np.divmod(np.arange(n * n)[:, None], n), n - 1
+    return jnp.array(n * np.clip(y + [0, 1, 0, -1], 0, end) + np.clip(x + [1, 0, -1, 0], 0, end))
+
+
 def _perfect_maze(rng, size, rooms, parents):
     """The maze whose doors join the even cells `rooms` to `parents` [K]; start, goal: corners."""
     n = (size + 1) // 2                                                 # n x n rooms
@@ -408,23 +414,18 @@ def _perfect_maze(rng, size, rooms, parents):
 
 
 def sample_perfect_maze(rng, size):
-    """Spanning tree of the even cells by random depth-first search, as minimax makes it: long
-    winding corridors; start, goal: two corners."""
+    """Spanning tree of the even cells by depth-first search, as in minimax; ends: two corners."""
     n = (size + 1) // 2
     rng_tree, rng_corners = jax.random.split(rng)
     bits = jax.random.bits(rng_tree, (2 * n * n,), jnp.uint32)
-    root = _below(bits[-1], n * n)
-    dx, dy = jnp.array([1, 0, -1, 0]), jnp.array([0, 1, 0, -1])
+    root, neighbours = _below(bits[-1], n * n), _neighbours(n)
 
     def visit(k, carry):
         room, parent = carry                                            # [], [n * n]; -1 unvisited
-        x, y = room % n + dx, room // n + dy                            # [4] neighbours
-        inside = (x >= 0) & (x < n) & (y >= 0) & (y < n)
-        new = inside & (parent.at[y * n + x].get(mode="clip") < 0)
-        n_new = jnp.sum(new)
-        pick = _kth(new, _below(bits[k], n_new))
-        next_room = jnp.where(n_new > 0, (y * n + x).at[pick].get(mode="clip"), parent[room])
-        return next_room, parent.at[next_room].set(jnp.where(n_new > 0, room, parent[next_room]))
+        new = parent[neighbours[room]] < 0                              # [4]
+        pick = _kth(new, _below(bits[k], jnp.sum(new)))                 # 4 if there is none: back
+        next_room = jnp.append(neighbours[room], parent[room])[pick]
+        return next_room, parent.at[next_room].set(jnp.where(jnp.any(new), room, parent[next_room]))
 
     parent = jnp.full(n * n, -1).at[root].set(root)
     _, parent = jax.lax.fori_loop(0, 2 * n * n - 2, visit, (root, parent))
@@ -484,15 +485,79 @@ def sample_simple_crossing(rng):
     return Level(wall_map, start, jnp.zeros((), jnp.int32), goal)
 
 
-def sample_solvable(rng):
-    """Uniformly random solvable 60-wall 13 x 13 level, by rejection."""
+def sample_solvable(rng, sample=sample_level):
+    """Uniformly random solvable 60-wall 13 x 13 level, or another sample's, by rejection."""
     def draw(carry):
         rng, rng_level = jax.random.split(carry[0])
-        level = sample_level(rng_level)
+        level = sample(rng_level)
         return rng, level, solve(level).solvable
 
     first = draw((rng,))
     return jax.lax.while_loop(lambda carry: ~carry[2], draw, first)[1]
+
+
+def sample_prim_tree(rng, n):
+    """Spanning tree of n x n rooms by Prim's algorithm from a corner; parents [n * n]."""
+    bits, neighbours = jax.random.bits(rng, (n * n,), jnp.uint32), _neighbours(n)
+
+    def grow(k, parent):                                                # -1: not in the tree
+        border = (parent[neighbours] >= 0) & (parent < 0)[:, None]      # [n * n, 4]
+        edge = _kth(border.reshape(-1), _below(bits[k], jnp.sum(border)))
+        return parent.at[edge // 4].set(neighbours[edge // 4, edge % 4])
+
+    return jax.lax.fori_loop(1, n * n, grow, jnp.full(n * n, -1).at[0].set(0))
+
+
+def sample_wilson_tree(rng, n):
+    """Uniform spanning tree of n x n rooms by Wilson's popping of cycles; parents [n * n]."""
+    neighbours, rooms = _neighbours(n), jnp.arange(n * n)
+
+    def pop(carry):
+        k, parent, on_cycle = carry
+        bits = jax.random.bits(jax.random.fold_in(rng, k), (n * n,), jnp.uint32)
+        parent = jnp.where(on_cycle, neighbours[rooms, _below(bits, 4)], parent)
+        later = jax.lax.fori_loop(0, (n * n).bit_length(), lambda _, at: at[at], parent)
+        return k + 1, parent, jnp.isin(rooms, later) & (rooms > 0)      # room 0 is the root
+
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[2]), pop, (0, 0 * rooms, rooms > 0))[1]
+
+
+def sample_family(rng, kind):
+    """A 13 x 13 maze of the suite `families`: all in it at random, in one of the 8 symmetries."""
+    rng_tree, rng_noise = jax.random.split(rng)
+    noise, places, others = jax.random.uniform(rng_noise, (507,)).reshape(3, 13, 13)
+    draw = lambda n: (others * n).astype(jnp.int32)
+    gap = lambda group: noise == jax.ops.segment_max(noise.ravel(), group.ravel(), 64)[group]
+    near = lambda mask: jax.lax.reduce_window(1 * mask, 0, jax.lax.add, (3, 3), (1, 1), "SAME")
+    perfect = lambda tree: _perfect_maze(rng, 13, jnp.arange(49), tree(rng_tree, 7)).wall_map
+    (y, x), (b, a) = np.mgrid[:13, :13], abs(np.mgrid[-6:7, -6:7])      # a, b: from the middle
+    ring, tip, shift = 6 - np.maximum(a, b), 12 - draw(6)[0], draw(4)[1]
+    u, v = x + 1 + draw(3)[2, 0], y + 1 + draw(3)[2, 1]                 # rooms begin at multiples
+    side = u // 4 * 4 + v // 4 + 16 * (part := 2 * (u % 4 > 0) + (v % 4 > 0))   # 3 is the floor
+    walls = {
+        "Spiral": lambda: (ring % 2 == 1) ^ ((y == x + 1) & (x < 6)),
+        "Serpentine": lambda: (x % 2 == 1) & (y != jnp.where(x % 4 == 1, shift, 12 - shift)),
+        "Rings": lambda: (ring % 2 == 1) & ((a == b) | ~gap(ring + 7 * (a == b))),
+        "Comb": lambda: (y > tip) | (y > 0) & (x % 2 == 1),
+        "RoomsWithDoors": lambda: (part < 3) & ((part < 1) | ~gap(side) | (noise > 0.9)),
+        "Streets": lambda: (x % 3 * (y % 3) > 0) | (x % 3 + y % 3 == 1) & (noise < 0.35),
+        "Staircase": lambda: ((u + y) % 3 == 0) & ~gap(x + y),
+        "Pillars": lambda: (u % 2 + v % 2 == 0) & (noise > 0.1),
+        "Caves": lambda: near(near(noise < 0.48) > 4) > 4,
+        "PrimMaze": lambda: perfect(sample_prim_tree),
+        "WilsonMaze": lambda: perfect(sample_wilson_tree),
+        "BraidedMaze": lambda: (tree := perfect(sample_wilson_tree)) & (        # dead ends open
+            (near(~tree & (near(~tree) == 2)) == 0) | ((x + y) % 2 == 0) | (noise < 0.5)),
+    }[kind]()
+    inwards, tips = (ring == 0, ring > 3), (y == tip) & (x % 2 == 0)
+    ends = {"Spiral": inwards, "Rings": inwards, "Comb": (tips, tips)}.get(kind, (x == 0, x == 12))
+    masks = jnp.stack([ends[0], walls, ends[1]])
+    for axis in range(3):                                               # 0: start and goal
+        masks = jnp.where(others[3, axis] < 0.5, jnp.flip(masks, axis), masks)
+    starts, walls, goals = jnp.where(others[3, 3] < 0.5, masks.swapaxes(1, 2), masks)
+    start = jnp.argmax(jnp.where(starts & ~walls, places, -1))
+    goal = jnp.argmin(jnp.where(goals & ~walls, places, 2))             # not the start
+    return Level(walls, _xy(start, 13), draw(4)[4, 0], _xy(goal, 13))
 
 
 _MAPS = """
@@ -567,18 +632,20 @@ def _test_mazes():
     small, large = _maps()["SmallCorridor"], _maps()["LargeCorridor"]
     mazes["SmallCorridor"] = _fixed(small, 450, [(x, y) for y in (5, 7) for x in range(2, 12, 2)])
     mazes["LargeCorridor"] = _fixed(large, 882, [(x, y) for y in (8, 10) for x in range(2, 18, 2)])
-    perfect = {"PerfectMaze": (sample_perfect_maze, 13)} | {
-        f"PerfectMaze{name}": (sample_kruskal_maze, size)
-        for name, size in {"Medium": 19, "Large": 49, "XL": 99}.items()}
-    for name, (sample, size) in perfect.items():
-        mazes[name] = TestMaze(partial(sample, size=size), 2 * (size + 2) ** 2)
+    for name, size in {"": 13, "Medium": 19, "Large": 49, "XL": 99}.items():
+        sample = partial(sample_kruskal_maze if name else sample_perfect_maze, size=size)
+        mazes["PerfectMaze" + name] = TestMaze(sample, 2 * (size + 2) ** 2)
     mazes["FourRooms"] = TestMaze(sample_four_rooms, 100, see_through_walls=False)
     mazes["SimpleCrossing"] = TestMaze(sample_simple_crossing, 484, see_through_walls=False)
     mazes["Sampled"] = TestMaze(sample_solvable, 250)
+    for name in SUITES["families"]:
+        sample = partial(sample_family, kind=name)
+        if name in ("RoomsWithDoors", "Streets", "Caves"):
+            sample = partial(sample_solvable, sample=sample)
+        mazes[name] = TestMaze(sample, 450 if name == "Staircase" else 250)
     return mazes
 
 
-TEST_MAZES = _test_mazes()
 SUITES = {
     "minimax": ["SixteenRooms", "Labyrinth", "StandardMaze"],
     "jaxued": ["SixteenRooms", "SixteenRooms2", "Labyrinth", "LabyrinthFlipped", "Labyrinth2",
@@ -586,8 +653,11 @@ SUITES = {
     "dcd": ["SixteenRooms", "SixteenRooms2", "Labyrinth", "Labyrinth2", "StandardMaze",
             "StandardMaze2", "StandardMaze3", "SimpleCrossing", "FourRooms", "SmallCorridor",
             "LargeCorridor", "PerfectMazeMedium"],
+    "families": ["Spiral", "Serpentine", "Rings", "Comb", "RoomsWithDoors", "Streets", "Staircase",
+                 "Pillars", "Caves", "PrimMaze", "WilsonMaze", "BraidedMaze"],
     "sampled": ["Sampled"],
 }
+TEST_MAZES = _test_mazes()
 
 
 def pad_level(level, height, width):

@@ -66,7 +66,7 @@ MANY = 40  # more mazes than these are neither listed nor plotted one by one
 @dataclass(frozen=True)
 class Arguments:
     runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders, or checkpoint files in them
-    suite: Literal["minimax", "jaxued", "dcd", "sampled"] = "minimax"  # test mazes
+    suite: Literal["minimax", "jaxued", "dcd", "families", "sampled"] = "minimax"  # test mazes
     mazes: str = ""  # instead of the suite: names of mazes, with commas between
     maze_file: str = ""  # instead of the suite: a text file of mazes, blank lines between
     max_steps: int = 250  # time limit of the mazes of --maze-file

@@ -630,8 +630,137 @@ def test_corridors_draw_their_goal(name, xs, ys):
     assert (levels.wall_map == levels.wall_map[0]).all()
 
 
+def room_graph(parents, n):
+    """n x n rooms joined to their parents, as a networkx graph."""
+    graph = nx.empty_graph(n * n)
+    graph.add_edges_from((room, int(parent)) for room, parent in enumerate(parents) if room)
+    return graph
+
+
+def plain_prim(grid):
+    """{tree: probability}: from room 0 on each edge that leaves the tree is as likely to join it."""
+    trees = {frozenset(): 1.0}
+    for _ in range(len(grid) - 1):
+        larger = Counter()
+        for tree, p in trees.items():
+            border = list(nx.edge_boundary(grid, {0}.union(*tree)))
+            for edge in border:
+                larger[tree | {frozenset(edge)}] += p / len(border)
+        trees = larger
+    return trees
+
+
+def plain_spanning_trees(grid):
+    return uniform(frozenset(map(frozenset, tree.edges)) for tree in nx.SpanningTreeIterator(grid))
+
+
+@pytest.mark.parametrize("sample, plain, count", [
+    (amaze.sample_prim_tree, plain_prim, 192), (amaze.sample_wilson_tree, plain_spanning_trees, 192)])
+def test_trees_have_the_exact_distribution(sample, plain, count):
+    """All spanning trees of 3 x 3 rooms, with their probabilities."""
+    grid = nx.convert_node_labels_to_integers(nx.grid_2d_graph(3, 3), ordering="sorted")
+    expected = plain(grid)
+    assert len(expected) == count == round(nx.number_of_spanning_trees(grid))
+    draw = optimised(jax.vmap(lambda rng: sample(rng, 3)))
+    rows = Counter(map(tuple, np.asarray(draw(keys(17, 40_000))).tolist()))
+    counts = Counter()
+    for parents, number in rows.items():
+        counts[frozenset(map(frozenset, room_graph(parents, 3).edges))] += number
+    assert_distributed(counts, expected)
+
+
+def symmetries(walls):
+    """The eight images of a square [..., 13, 13] under turns and mirrors."""
+    turned = [np.rot90(walls, k, axes=(-2, -1)) for k in range(4)]
+    return [*turned, *(np.swapaxes(x, -2, -1) for x in turned)]
+
+
+def dead_ends(cells):
+    return sum(degree == 1 for _, degree in cells.degree)
+
+
+def is_maze(walls, cells):
+    """7 x 7 rooms, walls between posts."""
+    return nx.is_connected(cells) and not walls[::2, ::2].any() and walls[1::2, 1::2].all()
+
+
+def residues(numbers, n):
+    return len({*(np.array(numbers) % n)})
+
+
+# What the walls and the graph of free cells are to be like, by the names of the mazes.
+KINDS = {
+    "Spiral": lambda walls, cells: nx.is_tree(cells) and dead_ends(cells) == 2 and len(cells) == 97,
+    "Serpentine": lambda walls, cells: nx.is_tree(cells) and 6 in (
+        (walls.sum(axis=0) == 12).sum(), (walls.sum(axis=1) == 12).sum()),
+    "Rings": lambda walls, cells: nx.is_connected(cells) and len(nx.cycle_basis(cells)) == 3,
+    "Comb": lambda walls, cells: nx.is_tree(cells) and dead_ends(cells) == 7,
+    "RoomsWithDoors": lambda walls, cells: all(
+        (lines >= 9).sum() == 3 and (lines <= 3).sum() == 10
+        for lines in (walls.sum(axis=0), walls.sum(axis=1))),
+    "Streets": lambda walls, cells: not walls[::3, ::3].any() and all(
+        walls[y::3, x::3].all() for y in (1, 2) for x in (1, 2)),
+    "Staircase": lambda walls, cells: nx.is_connected(cells) and walls.sum() == 48 and 1 in (
+        residues(np.add(*np.nonzero(walls)), 3), residues(np.subtract(*np.nonzero(walls)), 3)),
+    "Pillars": lambda walls, cells: nx.is_connected(cells) and walls.sum() > 20 and all(
+        residues(places, 2) == 1 for places in np.nonzero(walls)),
+    "Caves": lambda walls, cells: len(nx.cycle_basis(cells)) > 20,      # wide, not corridors
+    "PrimMaze": lambda walls, cells: is_maze(walls, cells) and nx.is_tree(cells),
+    "WilsonMaze": lambda walls, cells: is_maze(walls, cells) and nx.is_tree(cells),
+    "BraidedMaze": lambda walls, cells: is_maze(walls, cells) and dead_ends(cells) <= 10 and (
+        3 <= len(nx.cycle_basis(cells)) <= 30)}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_families(name):
+    """1,000 levels are valid and none has a fixed maze's walls; a part is compared with networkx."""
+    maze, levels = amaze.TEST_MAZES[name], sampled(name, 1000)
+    solution, i = host(solve_batch(levels)), np.arange(1000)
+    assert levels.wall_map.shape == (1000, 13, 13) and maze.see_through_walls
+    assert [x.dtype for x in levels] == [bool, np.int32, np.int32, np.int32]
+    assert solution.solvable.all() and maze.max_steps >= 2 * solution.n_actions.max()
+    for place in (levels.agent_pos, levels.goal_pos):
+        assert (0 <= place).all() and not levels.wall_map[i, place[:, 1], place[:, 0]].any()
+    assert (levels.agent_pos != levels.goal_pos).any(axis=1).all()
+    assert_distributed(Counter(levels.agent_dir.tolist()), uniform(range(4)))
+    fixed = [host(amaze.level_from_text(x)).wall_map for x in amaze._maps().values()]
+    fixed = {x.tobytes() for walls in fixed if walls.shape == (13, 13) for x in symmetries(walls)}
+    assert len(fixed) > 50 and not fixed & {x.tobytes() for x in levels.wall_map}
+    assert len({outcome(row(levels, k)) for k in range(1000)}) > 950
+    for k in range(40):
+        cells, _ = graph_of(row(levels, k))
+        assert KINDS[name](levels.wall_map[k], cells)
+        ends = (tuple(map(int, place[k])) for place in (levels.agent_pos, levels.goal_pos))
+        assert solution.path_length[k] == nx.shortest_path_length(cells, *ends)
+    # The walls, the agent and the goal lie alike under all eight symmetries, and in each other's
+    # place: the share of each cell within 5 deviations.
+    here = lambda place: (np.mgrid[:13, :13][::-1] == place[..., None, None]).all(axis=1)
+    agent, goal = here(levels.agent_pos), here(levels.goal_pos)
+    for ours, theirs in [(x, y) for x in (levels.wall_map, agent) for y in symmetries(x)] + [
+            (agent, goal)]:
+        p, q = ours.mean(axis=0), theirs.mean(axis=0)
+        mean = (p + q) / 2
+        assert np.all(abs(p - q) <= 5 * np.sqrt(2 * mean * (1 - mean) / 1000) + 1e-9)
+
+
+def test_families_are_turned_together():
+    """The eight spirals are as likely; from the outside in or back, the way is to be walked."""
+    levels = sampled("Spiral", 1000)
+    corridor = host(levels.wall_map[0])
+    spirals = [x.tobytes() for x in symmetries(corridor)]
+    assert len({*spirals}) == 8
+    assert_distributed(Counter(x.tobytes() for x in levels.wall_map), uniform(spirals))
+    outside = lambda place: np.abs(place - 6).max(axis=1) == 6
+    agent, goal = outside(levels.agent_pos), outside(levels.goal_pos)
+    assert np.all(agent != goal)
+    assert_distributed(Counter(agent.tolist()), uniform([False, True]))
+
+
 def test_suites_and_batches():
-    assert [len(amaze.SUITES[s]) for s in ("minimax", "jaxued", "dcd", "sampled")] == [3, 8, 12, 1]
+    lengths = {"minimax": 3, "jaxued": 8, "dcd": 12, "families": 12, "sampled": 1}
+    assert {suite: len(names) for suite, names in amaze.SUITES.items()} == lengths
+    assert [*KINDS] == amaze.SUITES["families"]
+    assert not {*KINDS} & {*amaze.SUITES["dcd"], *amaze._maps()}
     for names in amaze.SUITES.values():
         assert {*names} <= {*amaze.TEST_MAZES}
     levels, max_steps, see = amaze.sample_mazes(jax.random.key(0), ["MiniMaze", "TrivialMaze"])
