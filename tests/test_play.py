@@ -300,3 +300,237 @@ def test_solve_rates_are_evaluates(tmp_path, js):
         assert episodes == 400 and ends == solved < entered < steps
         assert abs(rate - solved / 400) < 4 * np.sqrt(2 * pooled * (1 - pooled) / 400) + 1e-9
         assert abs(length.mean() - steps / 400) < 4 * length.std() * np.sqrt(2 / 400)
+
+
+# --- evaluate.py --play
+
+
+def call(capsys, monkeypatch, *arguments):
+    """evaluate.py's command line: (exit status, stdout, errors)."""
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, arguments), "--play"])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")  # as it is here
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main()
+    out, err = capsys.readouterr()
+    return stop.value.code, out, [line for line in err.splitlines() if "error" in line]
+
+
+def a_few_mazes(monkeypatch):
+    """Fewer test mazes: compiling them all takes longest."""
+    few = "StandardMaze", "FourRooms", "MiniMaze", "TrivialMaze"
+    some = lambda names, *rest: draw_mazes([name for name in names if name in few], *rest)
+    monkeypatch.setattr(evaluate, "draw_mazes", some)
+
+
+read_run, draw_mazes = evaluate.read_run, evaluate.draw_mazes
+SIZE = "--height 5 --width 5 --n-walls 5 --num-envs 4 --num-steps 8 --num-updates 1".split()
+SMALL = [*SIZE, *"--hidden-size 8 --eval-interval 0 --log-interval 1 --seeds 2".split()]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp, train):
+    """Runs of dr.py and paired.py, two seeds of each."""
+    train("--out", tmp / "dr", *SMALL)
+    train("--out", tmp / "paired", *SMALL, "--rnn", "gru", script=ROOT / "paired.py")
+    return tmp / "dr", tmp / "paired"
+
+
+@pytest.mark.slow
+def test_a_page_holds_all_agents_and_mazes(trained, tmp_path, capsys, monkeypatch, js):
+    a_few_mazes(monkeypatch)
+    status, out, errors = call(capsys, monkeypatch, *trained, "--agent", "all", "--out", tmp_path)
+    assert (status, errors) == (0, [])
+    assert [path.name for path in tmp_path.iterdir()] == ["play.html"]
+    filled = data((tmp_path / "play.html").read_bytes())
+    said = [(agent["name"], agent["seed"], agent["rnn"]) for agent in filled["agents"]]
+    paired = [(f"paired @1{role}", seed, "gru") for role in ("", ", antagonist") for seed in (0, 1)]
+    assert said == [("dr @1", 0, "lstm"), ("dr @1", 1, "lstm"), *paired]
+    numbers = {name: len(texts) for name, texts in filled["mazes"].items()}
+    assert numbers == {"StandardMaze": 1, "MiniMaze": 1, "TrivialMaze": 1, "FourRooms": 5}
+    see = "Object.entries(mazes).filter(([, x]) => !maze_from_text(x[0]).see_through_walls)"
+    assert [name for name, _ in js(see, mazes=filled["mazes"])] == ["FourRooms"]
+    run = evaluate.load_run(trained[1], evaluate.Arguments(agent="antagonist"))
+    kernel = run.params["params"]["core"]["kernel"][1].astype(np.float16)
+    found = js("[...decode(x)]", x=filled["agents"][-1]["params"]["core/kernel"])
+    assert np.array_equal(found, kernel.ravel())
+    call(capsys, monkeypatch, *trained, "--trainings", 1, "--out", tmp_path)
+    assert [x["name"] for x in data((tmp_path / "play.html").read_bytes())["agents"]] == [
+        "dr @1", "paired @1"]  # fmt: skip
+
+
+def test_five_agents_take_less_than_a_megabyte(tmp_path):
+    agents = evaluate.page([as_run(tmp_path / "run", "lstm", 5)], [])
+    names = [name for name in amaze.TEST_MAZES if name != "Sampled"]
+    cells = sum(10_000 if name.endswith("XL") else 2_500 for name in names)  # at most
+    assert len(agents) + 5 * cells / 6 < 1e6
+
+
+LIES = {
+    "another core": {"return GatedCore(rnn, size)": "return Other(rnn, size)",
+                     "def make_core(": "class Other(GatedCore):\n    @nn.compact\n"
+                     "    def __call__(self, carry, x, is_first):\n"
+                     "        return carry, nn.Dense(self.size)(x)\n\n\ndef make_core("},
+    "another head": {"nn.Dense(32, kernel_init=orthogonal(2**0.5))(x)": "nn.Dense(24)(x)"},
+    "another activation": {"hidden = lambda: jnp.tanh(": "hidden = lambda: -jnp.tanh("},
+    "another step": {"amaze.step)(state, action)": "amaze.step)(state, 2 - action % 3)"},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lie", [*LIES, "nothing"])
+def test_a_copy_that_plays_otherwise_is_refused(lie, trained, tmp_path, capsys, monkeypatch):
+    a_few_mazes(monkeypatch)
+    text = (ROOT / "dr.py").read_text()
+    for old, new in LIES.get(lie, {}).items():
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "my_dr.py").write_text(text)
+    config, _, rows, _ = read_run(trained[0])
+    copy = evaluate.import_script("my_dr.py", str(tmp_path / "my_dr.py"))
+    fields = {k: x for k, x in config.items() if k not in ("script", "track")}
+    init = jax.jit(copy.make_train(copy.Config(**fields)).init)
+    state = jax.vmap(init)(jax.random.split(jax.random.key(0), 2))
+    loud = jax.tree.map(lambda x: 3 * np.asarray(x), state.student.params)  # no chance of a tie
+    lying = config | {"script": "my_dr.py"}, 1, rows, {"student": {"params": loud}}
+    monkeypatch.setattr(evaluate, "read_run", lambda path: lying)
+    out = tmp_path / "out"
+    options = "--script", tmp_path / "my_dr.py", "--out", out
+    status, _, errors = call(capsys, monkeypatch, trained[0], *options)
+    assert (status, len(errors), out.exists()) == ((2, 1, False) if lie in LIES else (0, 0, True))
+    assert lie not in LIES or "lstm, gru, s5, none" in errors[0] or "network" in errors[0]
+
+
+@pytest.mark.slow
+def test_what_float16_cannot_hold_is_refused(trained, tmp_path, capsys, monkeypatch):
+    config, step, rows, state = read_run(trained[0])
+    core = state["student"]["params"]["params"]["core"]
+    core["bias"] = np.where(np.arange(len(core["bias"][0])) == 3, np.float32(7e4), core["bias"])
+    monkeypatch.setattr(evaluate, "read_run", lambda path: (config, step, rows, state))
+    status, _, errors = call(capsys, monkeypatch, trained[0], "--out", tmp_path / "out")
+    assert status == 2 and "not finite" in errors[0] and not (tmp_path / "out").exists()
+
+
+# --- in a browser
+
+WHERE = [shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")]
+CHROMIUM, DRIVER = next(filter(None, WHERE), None), shutil.which("chromedriver")
+FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
+    --disable-background-networking --disable-component-update""".split()
+
+
+@pytest.fixture(scope="module", params=[1280, 390], ids="{} pixels".format)
+def browser(request, tmp_path_factory):
+    """A page of four random agents and two mazes, opened at this width."""
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("no Chromium with its driver (Debian: chromium, chromium-driver)")
+    from selenium import webdriver
+
+    folder = tmp_path_factory.mktemp("browser")
+    names = ["StandardMaze", "FourRooms"]
+    mazes = evaluate.draw_mazes(names, evaluate.Arguments(episodes=2), False)
+    two, s5, gru = ((as_run(folder / name[:2], name, n)._replace(name=name[:2]))
+                    for name, n in (("lstm", 2), ("s5, norm after", 1), ("gru", 1)))
+    (folder / "play.html").write_bytes(evaluate.page([two, s5, gru], mazes))
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in [*FLAGS, f"--user-data-dir={folder / 'profile'}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    size = dict(width=request.param, height=900, deviceScaleFactor=1, mobile=request.param < 500)
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    driver.get(f"file://{folder / 'play.html'}")
+    yield SimpleNamespace(driver=driver, width=request.param, folder=folder)
+    assert driver.get_log("browser") == []  # no error, no warning
+    driver.quit()
+
+
+def wait_for(driver, condition):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(driver, 60).until(lambda driver: driver.execute_script(f"return {condition}"))
+
+
+def drag(driver, *cells):
+    """The pointer over cells of the board."""
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.common.by import By
+
+    board = driver.find_element(By.ID, "board")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", board)
+    unit = board.rect["width"] / 14  # 13 cells and half a wall on each side
+    at = lambda cell: tuple(round((k - 6) * unit) for k in cell)  # from the board's middle
+    chain = ActionChains(driver, 20).move_to_element_with_offset(board, *at(cells[0]))
+    chain.click_and_hold()
+    for cell in cells[1:]:
+        chain.move_to_element_with_offset(board, *at(cell))
+    chain.release().perform()
+
+
+def click(driver, name):
+    driver.execute_script("arguments[0].click()", driver.find_element("id", name))
+
+
+@pytest.mark.slow
+def test_a_visitor(browser):
+    """Draws, moves, plays, walks, shares, and has 100 tries made."""
+    driver, run = browser.driver, browser.driver.execute_script
+    assert run("return [walkers.length, name, playing]") == [3, "StandardMaze", False]
+    assert run("return document.documentElement.scrollWidth") <= browser.width
+    start = run("return maze_to_text(maze)")
+    click(driver, "clear")
+    drag(driver, (2, 4), (8, 4), (8, 7))  # a wall, its corner skipped by a fast pointer or not
+    walls = "return [...maze.level.wall_map.keys()].filter(k => maze.level.wall_map[k])"
+    wall = [*range(4 * 13 + 2, 4 * 13 + 9), *(13 * y + 8 for y in (5, 6, 7))]
+    assert run(walls) == wall
+    drag(driver, (8, 4))  # one cell erased again
+    assert run(walls) == [k for k in wall if k != 4 * 13 + 8]
+    drag(driver, run("return maze.level.goal_pos"), (12, 12))
+    drag(driver, run("return maze.level.agent_pos"), (1, 6))
+    facing = run("return maze.level.agent_dir")
+    drag(driver, (1, 6))  # a click turns it
+    places = run("return [maze.level.agent_pos, maze.level.agent_dir, maze.level.goal_pos]")
+    assert places == [[1, 6], (facing + 1) % 4, [12, 12]]
+    address = run("return location.hash.slice(1)")
+    assert address == run("return maze_to_text(maze)") != start
+    assert "Shortest" in run("return document.getElementById('said').textContent")
+
+    click(driver, "play")
+    wait_for(driver, "walkers.every(walker => walker.episode.state.t > 3)")
+    click(driver, "play")
+    t = run("return walkers.map(walker => walker.episode.state.t)")
+    click(driver, "step")
+    assert run("return walkers.map(walker => walker.episode.state.t)") == [n + 1 for n in t]
+    assert all("%" in card for card in run("return walkers.map(({card}) => card.card.innerText)"))
+    for key in ("ArrowLeft", "ArrowRight", "ArrowUp"):
+        run("dispatchEvent(new KeyboardEvent('keydown', {key: arguments[0]}))", key)
+    assert run("return walkers.map(({agent, episode}) => [!agent, episode.state.t])") == [
+        [False, 3], [False, 3], [False, 3], [True, 3]]  # fmt: skip
+    click(driver, "walk")
+    assert run("return walkers.length") == 3
+
+    click(driver, "tries")
+    wait_for(driver, "walkers.every(({record}) => record?.episodes === 100)")
+    said = run("return walkers.map(({record, card}) => [record.solved, card.card.innerText])")
+    assert all(f"{solved}%" in text and "of 100 tries" in text for solved, text in said)
+
+    run("location.hash = arguments[0]", start)  # somebody's link
+    wait_for(driver, "name === 'StandardMaze' && maze_to_text(maze) === arguments[0]".replace(
+        "arguments[0]", json.dumps(start)))  # fmt: skip
+    run("location.hash = '#no-maze'")
+    run("""const list = document.getElementById('maze'); list.value = 'FourRooms';
+        list.dispatchEvent(new Event('change'))""")
+    assert run("return [maze.see_through_walls, maze.level.width]") == [False, 17]
+    click(driver, "clear")
+    for cells in (((0, 11), (1, 11)), ((1, 12), (1, 12))):
+        drag(driver, *cells)
+    drag(driver, run("return maze.level.agent_pos"), (5, 5))
+    drag(driver, run("return maze.level.goal_pos"), (0, 12))
+    assert "cannot be solved" in run("return document.getElementById('said').textContent")
+    chips = "document.querySelectorAll('.chip')"
+    run(f"[...{chips}].find(chip => chip.textContent.includes('all seeds')).click()")
+    assert run("return walkers.map(({agent}) => agent.seed)") == [0, 1]
+    driver.save_screenshot(str(browser.folder / f"{browser.width}.png"))
+    with evaluate.Image.open(browser.folder / f"{browser.width}.png") as picture:
+        assert picture.size == (browser.width, 900)
+        assert len(picture.convert("RGB").resize((99, 99)).getcolors(9801)) > 50  # not blank
