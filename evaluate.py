@@ -611,7 +611,10 @@ def demand_playable(run, args):
 
 
 def page(runs, mazes, dtype="<f2"):
-    """play.html, filled with the agents of the runs and the mazes; both in base64."""
+    """play.html, filled with the agents of the runs and with mazes, all in base64.
+
+    Of three agents (LSTM 64) on dcd's mazes float16 changed no probability of an action by more
+    than 0.006 in 300 steps, no value by more than 0.001, and mean solve rates by up to 0.003."""
     encode = lambda x: base64.urlsafe_b64encode(x.tobytes()).decode().rstrip("=")
     data = {"agents": [], "suites": amaze.SUITES, "mazes": {maze.name: [] for maze in mazes}}
     for name, levels, max_steps, see in mazes:  # as its maze_to_text writes them

@@ -8,7 +8,8 @@
 Runs are trained one after the other, in order of interest; each goes on from its checkpoint.
 `--evaluate` writes into --results, a folder for each finished method: `results.csv` (every seed on
 every maze), `tables.txt`, `last.csv` (the last rows of its logs), `curve.csv`; and, of all methods
-with a folder there, `mazes.md` and `learning.png` (solve rate against minutes on one core).
+with a folder there, `mazes.md` and `learning.png` (solve rate against minutes on one core); and
+`play.html`, in which the first training of each finished method plays.
 """
 
 import argparse
@@ -174,6 +175,9 @@ def evaluate(options):
     folders = {name: x for name, x in folders.items() if (x / "curve.csv").exists()}
     (options.results / "mazes.md").write_text("\n".join(compare(folders)) + "\n")
     plot(folders, options.results / "learning.png")
+    runs = [options.out / name for name in finished]
+    words = [sys.executable, HERE.parent / "evaluate.py", *runs, "--play", "--trainings", "1"]
+    subprocess.run([*map(str, words), "--out", str(options.results)], check=True)
 
 
 def main():
