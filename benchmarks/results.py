@@ -9,7 +9,8 @@ Methods are trained one after the other, in order of interest; each goes on from
 When all are trained, or with --evaluate, --results gets a folder for each finished method:
 `dcd.csv` and `families.csv` (every seed on every maze), `tables.txt`, `logs.csv` (raw), `curve.csv`
 (solve rate of every seed on dcd's mazes against minutes and cost); and, of all methods with a
-folder there, `mazes.md`, `learning.png`, and in `records.csv` a row for each method.
+folder there, `mazes.md`, `learning.png`, in `records.csv` a row for each method, and `play.html`,
+in which the first training of each finished method plays.
 
 A cost is in minutes of one core and in published PPO updates: of `dr.py` with its defaults, timed
 just before each method on as many cores. `--changed` says in records.csv what is new.
@@ -240,6 +241,9 @@ def evaluate(options):
     folders = {name: x for name, x in folders.items() if (x / "curve.csv").exists()}
     (options.results / "mazes.md").write_text("\n".join(compare(folders)) + "\n")
     plot(folders, options.results / "learning.png")
+    runs = [options.out / name for name in finished]
+    words = [sys.executable, HERE.parent / "evaluate.py", *runs, "--play", "--trainings", "1"]
+    subprocess.run([*map(str, words), "--out", str(options.results)], check=True)
 
 
 def main():
