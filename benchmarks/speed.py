@@ -133,7 +133,7 @@ def work(library, section, settings):
 
 
 def uncached():
-    return {name: x for name, x in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    return os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
 class Worker:
