@@ -2,13 +2,16 @@
 
     python accel.py --fast --archive-interval 500 --out runs/accel
     python benchmarks/curriculum.py runs/accel --updates 500 1500 3000 6000
+    python benchmarks/curriculum.py curriculum.json    # only draws the picture from it again
 
-A row of the picture is an update, its levels drawn by their replay probability, of the first seed.
-Printed for all seeds together: means over that probability, and how near a level in the buffer has
-come to a test maze of the suite dcd (13 x 13 cells): the smallest number of cells that differ.
+A row of the picture is an update, its levels drawn by their replay probability, of the first seed;
+curriculum.json beside it has them as text. Printed for all seeds together: means over that
+probability, and how near a level in the buffer has come to a test maze of the suite dcd (13 x 13
+cells): the smallest number of cells that differ.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -50,17 +53,33 @@ def test_walls():
             yield name, np.asarray(level.wall_map)
 
 
+def plot(chosen, path):
+    """The picture of {update: levels as text}."""
+    columns = max(map(len, chosen.values()))
+    grid = Figure(figsize=(1.25 * columns, 1.25 * len(chosen) + 0.4), layout="constrained")
+    axes = grid.subplots(len(chosen), columns, squeeze=False)
+    for row, (update, levels) in zip(axes, chosen.items()):
+        for axis, level in zip(row, levels):
+            axis.imshow(amaze.render(amaze.level_from_text(level)))
+            axis.set(xticks=[], yticks=[])
+        row[0].set_ylabel(f"cycle {int(update):,}", fontsize=12)
+    grid.suptitle("levels in training: the red agent has to reach the green goal; grey is wall")
+    grid.savefig(path, dpi=80)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, help="folder of a run of accel.py or plr.py")
-    parser.add_argument("--updates", type=int, nargs="+", required=True, help="archived ones")
+    parser.add_argument("run", type=Path, help="folder of a run of accel.py or plr.py, or a .json")
+    parser.add_argument("--updates", type=int, nargs="+", help="archived ones; of a folder")
     parser.add_argument("--columns", type=int, default=8, help="levels of each")
-    parser.add_argument("--out", default="curriculum.png")
+    parser.add_argument("--out", type=Path, default="curriculum.png", help="a .png")
     options = parser.parse_args()
-    size = 1.4 * options.columns, 1.6 * len(options.updates)
-    grid = Figure(figsize=size, layout="constrained")
-    axes = grid.subplots(len(options.updates), options.columns, squeeze=False)
-    for row, update in zip(axes, options.updates):
+    if options.run.suffix == ".json":
+        return plot(json.loads(options.run.read_text()), options.out)
+    if not options.updates:
+        parser.error("--updates: needed with the folder of a run")
+    chosen = {}
+    for update in options.updates:
         buffer, probabilities = read_buffer(options.run / f"checkpoint_{update}.msgpack")
         walls = buffer.level.wall_map  # [R, K, H, W]
         solution = jax.vmap(jax.vmap(amaze.solve))(jax.tree.map(jnp.asarray, buffer.level))
@@ -73,13 +92,12 @@ def main():
         taken = walls[buffer.scored]
         apart = {name: (taken != maze).sum((1, 2)).min() for name, maze in test_walls()}
         print("  nearest to", ", ".join(f"{name} {n}" for name, n in apart.items()))
-        chosen = np.random.default_rng(0).choice(
+        slots = np.random.default_rng(0).choice(
             len(probabilities[0]), options.columns, replace=False, p=probabilities[0])
-        for axis, slot in zip(row, chosen):
-            axis.imshow(amaze.render(jax.tree.map(lambda x: x[0, slot], buffer.level)))
-            axis.set(xticks=[], yticks=[])
-        row[0].set_ylabel(f"update {update:,}")
-    grid.savefig(options.out, dpi=80)
+        text = lambda slot: amaze.level_to_text(jax.tree.map(lambda x: x[0, slot], buffer.level))
+        chosen[update] = list(map(text, slots))
+    options.out.with_suffix(".json").write_text(json.dumps(chosen, indent=1) + "\n")
+    plot(chosen, options.out)
 
 
 if __name__ == "__main__":

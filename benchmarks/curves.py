@@ -3,6 +3,7 @@
 
     python benchmarks/curves.py runs/dr-1 runs/plr-1 --columns train_solve_rate eval_solve_rate
     python benchmarks/curves.py runs/accel-1 --columns buffer_walls_weighted replay_path_length
+    python benchmarks/curves.py --mazes results.csv    # evaluate.py's: each maze, range over seeds
 
 `--table` also prints the mean of the last rows of each run, averaged over `--last` log steps.
 """
@@ -29,15 +30,45 @@ def read(folder, x, column):
     return (points[..., 0].mean(1), points[..., 1]) if full else (points, points)
 
 
+def mazes(path, out):
+    """Of each maze in evaluate.py's results.csv, and of all: every run's mean and range."""
+    rates = {}
+    with open(path, newline="") as file:
+        for row in csv.DictReader(file):
+            for maze in (row["maze"], "all of them"):
+                seeds = rates.setdefault(maze, {}).setdefault(row["run"], {})
+                seeds.setdefault(row["seed"], []).append(float(row["solve_rate"]))
+    rates["all of them"] = rates.pop("all of them")  # last
+    figure = Figure(figsize=(8, 0.55 * len(rates) + 1), layout="constrained")
+    axis = figure.subplots()
+    for y, runs in enumerate(rates.values()):
+        for i, (run, seeds) in enumerate(runs.items()):
+            values = np.array([np.mean(x) for x in seeds.values()])
+            at = y + 0.7 * ((i + 0.5) / len(runs) - 0.5)
+            axis.plot((values.min(), values.max()), (at, at), color=f"C{i}", lw=2)
+            axis.plot(values.mean(), at, "o", color=f"C{i}", label=run if y == 0 else None)
+        axis.axhline(y + 0.5, color="0.85", lw=1)
+    axis.set(yticks=range(len(rates)), yticklabels=rates, ylim=(len(rates) - 0.5, -0.5),
+             xlim=(-0.02, 1.02), xlabel="solve rate, higher is better: dot: mean of "
+             f"{len(values)} seeds; line: from the worst to the best of them")  # fmt: skip
+    figure.legend(loc="outside upper center", ncols=len(runs), frameon=False)
+    figure.savefig(out, dpi=100)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", help="run folders; NAME=FOLDER names one in the legend")
+    parser.add_argument("runs", nargs="*", help="run folders; NAME=FOLDER names one in the legend")
+    parser.add_argument("--mazes", metavar="CSV", help="instead: evaluate.py's results.csv")
     parser.add_argument("--columns", nargs="+", default=["train_solve_rate", "eval_solve_rate"])
     parser.add_argument("--x", default="env_steps", choices=["env_steps", "grad_updates", "update"])
     parser.add_argument("--last", type=int, default=5)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--out", default="curves.png")
     options = parser.parse_args()
+    if bool(options.runs) == bool(options.mazes):
+        parser.error("allowed are run folders or --mazes")
+    if options.mazes:
+        return mazes(options.mazes, options.out)
     figure = Figure(figsize=(4.6 * len(options.columns), 3.4), layout="constrained")
     axes = figure.subplots(1, len(options.columns), squeeze=False)[0]
     for axis, column in zip(axes, options.columns):

@@ -3,10 +3,10 @@
     python benchmarks/paired_small.py            # trains both, some minutes each; writes the CSV
     python benchmarks/paired_small.py --plot     # only draws the picture from the CSV again
 
-Mazes of 9 x 9 cells, a budget of 30 walls, 500 cycles, one seed. paired_small.csv holds a row for
-each 10 cycles, their mean; paired_small.png shows the teacher's reward (the regret; for minimax,
-minus the mean return) and how long and how solvable the designs are. The shortest path is the mean
-over solvable designs, which for minimax are few from cycle 380 on.
+Mazes of 9 x 9 cells, a budget of 30 walls, 500 cycles, one seed. figures/paired_small.csv holds a
+row for each 10 cycles, their mean; paired_small.png beside it shows the teacher's reward (the
+regret; for minimax, minus the mean return) and how long and how solvable the designs are. The
+shortest path is the mean over solvable designs, which for minimax are few from cycle 380 on.
 """
 
 import argparse
@@ -19,18 +19,19 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parent
-TABLE = HERE / "paired_small.csv"
+TABLE = HERE / "figures" / "paired_small.csv"
 STUDENTS = {"paired": 2, "minimax": 1}
+NAMES = {"paired": "PAIRED's teacher", "minimax": "minimax adversary"}
 OPTIONS = """--height 9 --width 9 --n-walls 30 --num-steps 64 --max-steps 60 --hidden-size 32
     --teacher-hidden-size 64 --teacher-filters 16 --lr 1e-3 --teacher-lr 1e-3
     --teacher-ent-coef 0.005 --num-updates 500 --eval-interval 0 --plot-interval 0""".split()
 PANELS = {
-    "regret": "the teacher's reward",
-    "path_length": "shortest path, cells",
-    "solvable": "solvable share of the designs",
-    "walls": "walls",
-    "train_solve_rate": "protagonist's solve rate",
-    "antagonist_train_solve_rate": "antagonist's solve rate",
+    "regret": "reward of the teacher",
+    "path_length": "shortest path to the goal, cells",
+    "solvable": "share of solvable designs",
+    "walls": "walls in a design",
+    "train_solve_rate": "student's solve rate",
+    "antagonist_train_solve_rate": "second student's solve rate",
 }
 
 
@@ -53,16 +54,20 @@ def train():
 def plot():
     with open(TABLE, newline="") as file:
         table = list(csv.DictReader(file))
-    figure = Figure(figsize=(11, 6), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
     for axis, (column, title) in zip(figure.subplots(2, 3).flat, PANELS.items()):
         for mode in STUDENTS:
             points = [(row["update"], row[column]) for row in table if row["mode"] == mode]
             points = [(int(update), float(value)) for update, value in points if value]
             if points:
-                axis.plot(*zip(*points), label=mode)
-        axis.set(title=title, xlabel="cycles")
-        axis.legend(fontsize="small")
-    figure.savefig(HERE / "paired_small.png", dpi=80)
+                axis.plot(*zip(*points), label=NAMES[mode])
+        axis.set_title(title, fontsize=10.5)
+        axis.set_ylim(None if column == "regret" else 0)
+        axis.grid(alpha=0.3)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
+    figure.supxlabel("cycles of training", fontsize=10.5)
+    figure.savefig(TABLE.with_suffix(".png"), dpi=100)
 
 
 def main():

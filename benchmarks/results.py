@@ -39,7 +39,7 @@ S5 = "--rnn s5 --lr 1e-4 --ent-coef 1e-3"
 S5_PARALLEL = "--parallel --rnn s5 --lr 1e-4 --gae-lambda 0.98 --ent-coef 1e-3"
 FAST = {name: f"{name}.py --fast --eval-interval 150 --log-interval 50 --archive-interval 250"
         for name in ("accel", "plr", "sfl", "dr", "paired")}
-METHODS = {  # name: script and options (README, "S5 policies")
+METHODS = {  # name: script and options (NOTEBOOK.md, "S5 policies")
     "accel": "accel.py",
     "plr": "plr.py",
     "dr": "dr.py",

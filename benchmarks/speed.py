@@ -6,8 +6,9 @@
     python benchmarks/speed.py --only compile --against FOLDER  # in turn with another checkout
     python benchmarks/speed.py --only                           # only draws speed.md and speed.png
 
-speed.json holds every measurement, speed.md the tables, speed.png a picture. A run replaces the
-entries of what it measures again and keeps the others. The method, and the targets: README.md.
+figures/speed.json holds every measurement, speed.md the tables, speed.png a picture. A run replaces
+the entries of what it measures again and keeps the others, also what was timed "by-hand". The
+method, and the targets: README.md.
 
 Processes take turns: each compiles its programs, runs each once, then runs one when asked. A turn
 lasts 0.2 s or one run, whichever is longer, and gives its median; a round is a turn of everything.
@@ -34,6 +35,7 @@ from statistics import median
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS, SECTIONS = ("dr", "plr", "accel"), ("env", "train", "paired", "compile", "evaluate", "rnn")
+BY_HAND = "by-hand"  # a section that no run here replaces
 ONE = "ours, one device"  # with --devices 1; also the bare network
 JAX = f"jax=={importlib.metadata.version('jax')}"  # one JAX for all
 PEERS = {  # name: what pip installs, call by call
@@ -131,7 +133,7 @@ def work(library, section, settings):
 
 
 def uncached():
-    return {name: x for name, x in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    return os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
 class Worker:
@@ -350,8 +352,8 @@ def summarise(section, rows):
 
 def tables(data):
     """speed.md: a table for each section, of all its entries."""
-    text = ["# Speed\n\nMade by `python benchmarks/speed.py`. What is what: README.md."]
-    for section in SECTIONS:
+    text = ["# Speed\n\nMade by `python benchmarks/speed.py`. What is what: ../README.md."]
+    for section in (*SECTIONS, BY_HAND):
         entries = [entry for key, entry in data.items() if key.split()[0] == section]
         rows = [row for entry in entries for row in entry["rows"]]
         if not rows:
@@ -368,38 +370,40 @@ def tables(data):
 
 
 def picture(data, path):
-    """speed.png: this project beside the others."""
+    """speed.png: this project beside the two others with the same mazes, in few figures."""
     from matplotlib.figure import Figure
 
-    rows = lambda *sections: [row for key, entry in data.items() if key.split()[0] in sections
-                              for row in entry["rows"] if "seconds" in row]
-    env = [row for row in rows("env") if row["name"].endswith("N = 2048")]
-    train = [row for row in rows("train", "paired") if ", 1 seed" in row["name"]]
-    beside = {row["name"] for row in train if row["library"].split(",")[0] != "ours"}
-    train = [row for row in train if row["name"] in beside and "half" not in row["name"]]
-    rate = lambda row: row["env_steps"] / median(row["seconds"]) / 1e6
-    figure = Figure(figsize=(12, 8), layout="constrained")
-    cost = lambda row: row["bare"]
-    panels = [("million env steps a second, N = 2048 (more is better)", "log", env, rate),
-              ("time of an update, x the bare network (less is better)", "linear", train, cost)]
-    libraries = ["ours", *PEERS, "minimax, no level metrics", ONE]
-    for axis, (title, scale, rows, value) in zip(figure.subplots(1, 2), panels):
-        names = list(dict.fromkeys(row["name"] for row in rows))[::-1]
-        found = {row["library"] for row in rows}
-        present = [library for library in libraries if library in found]
-        for i, library in enumerate(present):
-            some = [row for row in rows if row["library"] == library]
-            at = [names.index(row["name"]) + 0.4 - 0.8 * (i + 0.5) / len(present) for row in some]
-            label = library.replace("ours", "this project")
-            bars = axis.barh(at, list(map(value, some)), 0.75 / len(present), label=label,
-                             color=f"C{libraries.index(library)}")
-            axis.bar_label(bars, fmt="%.2g", fontsize=7, padding=2)
-        axis.set(yticks=range(len(names)), xscale=scale if rows else "linear",
-                 yticklabels=[name.removesuffix(", 1 seed(s)") for name in names])
-        axis.set_title(title, fontsize=10)
-        axis.margins(x=0.15)
-        if rows:
-            axis.legend(fontsize=8)
+    names = {"ours": "this project", "jaxued": "JaxUED", "minimax": "minimax",
+             "minimax, no level metrics": "minimax, level\nmetrics off"}  # fmt: skip
+    stepping = lambda row: row["env_steps"] / median(row["seconds"]) / 1e6
+    update = lambda row: row.get("speedup", 1.0)  # in turn with ours: so many times its time
+    faster = "million steps a second in 2,048 mazes\n(longer bar: faster)"
+    slower = "time of an update, this project = 1\n(longer bar: slower)"
+    panels = [  # section, row, title, axis, value, label
+        ("env", "restart, N = 2048", "stepping: an ended maze restarts", faster, stepping, "%.2g"),
+        ("env", "new level, N = 2048", "stepping: a new maze follows", faster, stepping, "%.2g"),
+        ("train", "dr --rnn lstm, 1 seed(s)", "training: DR", slower, update, "%.2f"),
+        ("train", "plr replay cycle --rnn lstm, 1 seed(s)", "training: PLR, a cycle that learns",
+         slower, update, "%.2f"),
+    ]  # fmt: skip
+    figure = Figure(figsize=(8, 5.6), layout="constrained")
+    for axis, (section, name, title, label, value, form) in zip(figure.subplots(2, 2).flat, panels):
+        found = {}  # library -> its label and value
+        for key, entry in data.items():
+            how = "\n(timed by hand)" * (key.split()[0] == BY_HAND)
+            for row in entry["rows"] if key.split()[0] in (section, BY_HAND) else []:
+                if row["name"] == name and row["library"] in names and "seconds" in row:
+                    word = names[row["library"]] + how * (row["library"] != "ours")
+                    found[row["library"]] = word, value(row)
+        present = [library for library in names if library in found][::-1]
+        colors = ["C0" if library == "ours" else "0.6" for library in present]
+        words, values = zip(*map(found.get, present)) if found else ((), ())
+        bars = axis.barh(words, values, 0.65, color=colors)
+        axis.bar_label(bars, fmt=form, padding=3, fontsize=10)
+        axis.set_title(title, fontsize=11)
+        axis.set_xlabel(label, fontsize=10)
+        axis.margins(x=0.22)
+        axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=100)
 
 
@@ -421,7 +425,8 @@ def main():
     parser.add_argument("--sizes", nargs="+", type=int, default=[32, 256, 2048], help="N of env")
     parser.add_argument("--episodes", type=int, default=50, help="of each maze of evaluate")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=HERE, help="folder of speed.json, .md and .png")
+    parser.add_argument("--out", type=Path, default=HERE / "figures",
+                        help="folder of speed.json, .md and .png")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

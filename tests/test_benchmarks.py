@@ -1,0 +1,85 @@
+"""The documents' links, and the pictures of benchmarks/figures beside their data."""
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import amaze
+import jax
+import numpy as np
+import pytest
+from PIL import Image, ImageSequence
+
+ROOT = Path(__file__).resolve().parent.parent
+FIGURES = ROOT / "benchmarks" / "figures"
+
+
+def anchors(path):
+    """GitHub's names of the headings of a document."""
+    for title in re.findall(r"(?m)^#+ (.*)$", path.read_text()):
+        yield re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("name", ["README.md", "benchmarks/README.md", "benchmarks/NOTEBOOK.md"])
+def test_links_of_documents_lead_somewhere(name):
+    page = ROOT / name
+    links = re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text())
+    assert links
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_each_picture_lies_beside_its_data():
+    pictures = [path for path in FIGURES.iterdir() if path.suffix in (".png", ".gif")]
+    assert pictures
+    for path in pictures:
+        data = [path.with_suffix(end) for end in (".csv", ".json")]
+        assert any(x.exists() for x in data), path.name
+    loose = [*(ROOT / "benchmarks").glob("*.png"), *(ROOT / "benchmarks").glob("*.gif")]
+    assert not loose
+
+
+def test_the_film_shows_the_steps_of_its_table():
+    """Each is a legal step of StandardMaze up to the goal, and drawn as the film has it."""
+    maze = amaze.TEST_MAZES["StandardMaze"]
+    _, state = amaze.reset(maze.sample(jax.random.key(0)), maze.max_steps)
+    with open(FIGURES / "standard_maze.csv", newline="") as file:
+        table = [[int(x) for x in row.values()] for row in csv.DictReader(file)]
+    assert [row[0] for row in table] == list(range(len(table)))
+    film = Image.open(FIGURES / "standard_maze.gif")
+    frames = [(x.convert("RGB"), x.info["duration"]) for x in ImageSequence.Iterator(film)]
+    shown = [frame for frame, duration in frames[:-1] for _ in range(duration // 100)]
+    shown += [frames[-1][0]]
+    assert len(shown) == len(table)
+    act, found = jax.jit(jax.vmap(amaze.step, (None, 0))), [state]
+    for _, *now in table[1:]:  # an action that changes nothing is one of the last four
+        _, states, reward, done = act(found[-1], np.arange(amaze.NUM_ACTIONS))
+        places = np.column_stack([states.agent_pos, states.agent_dir])
+        i = np.flatnonzero((places == now).all(1))[0]
+        found.append(jax.tree.map(lambda x: x[i], states))
+    assert done[i] and reward[i] > 0
+    for k in range(0, len(table), 20):
+        np.testing.assert_array_equal(amaze.render(found[k]), shown[k])
+
+
+@pytest.mark.slow
+def test_pictures_are_drawn_from_their_data(tmp_path):
+    (tmp_path / "speed.json").write_text((FIGURES / "speed.json").read_text())
+    commands = {
+        "speed": f"speed.py --only --out {tmp_path}",
+        "equal_time": f"curves.py --mazes {FIGURES}/equal_time.csv --out {tmp_path}/equal_time.png",
+        "curriculum": f"curriculum.py {FIGURES}/curriculum.json --out {tmp_path}/curriculum.png",
+    }
+    for name, words in commands.items():
+        script, *words = words.split()
+        subprocess.run([sys.executable, ROOT / "benchmarks" / script, *words], check=True)
+        assert Image.open(tmp_path / f"{name}.png").width <= 800
+    assert (tmp_path / "speed.md").read_text() == (FIGURES / "speed.md").read_text()
+    by_hand = json.loads((tmp_path / "speed.json").read_text())["by-hand jaxued"]
+    assert "by hand" in by_hand["machine"]
