@@ -847,8 +847,8 @@ def main():
                 jax.distributed.initialize(*numbers, heartbeat_timeout_seconds=30)
         except (ValueError, RuntimeError) as error:
             allowed = f"auto, or HOST:PORT,PROCESSES,NUMBER ({str(error).splitlines()[0]})"
-            demand(not address, config, "distributed", allowed)
-            print("an import has started JAX, so with one CPU device, or JAX_NUM_CPU_DEVICES")
+            demand(not config.distributed, config, "distributed", allowed)
+            print("an import has started JAX: its devices are used; of a CPU, JAX_NUM_CPU_DEVICES")
         return run(config)
     except BadConfig as error:
         message, status = error, 2

@@ -367,7 +367,8 @@ def test_ages_of_a_long_run_do_not_overflow():
     touched = random.integers(0, 1000, 4000)
     touched[:10] = now - np.arange(10)
     score = random.normal(size=4000).astype(np.float32)
-    buffer = plr.Buffer(None, None, zero == 0, score, score, score, {"optimal_return": score}, zero, touched)
+    stats = {"optimal_return": score}
+    buffer = plr.Buffer(None, None, zero == 0, score, score, score, stats, zero, touched)
     age = (now - touched).astype(float)
     assert age.sum() > 2**31
     rank = 1 + np.argsort(np.argsort(-score))
