@@ -104,7 +104,7 @@ class Config:
     min_fill: float = 0.5  # share of the slots; before as many levels are played none is replayed
     # evaluation
     eval_interval: int = 50  # updates between evaluations; 0: never
-    eval_suite: str = "minimax"  # a suite, or maze names with commas between
+    eval_suite: str = next(iter(amaze.SUITES))  # a suite, or maze names with commas between
     eval_episodes: int = 10  # episodes per maze
     # run
     fast: bool = False  # defaults for half an hour on one core, serial; in code Config(**FAST)
@@ -132,7 +132,7 @@ class Config:
 
 
 class Transition(NamedTuple):
-    obs: amaze.Observation  # o_t
+    obs: NamedTuple  # o_t, or another tree of arrays
     is_first: jax.Array  # o_t opens an episode, bool
     action: jax.Array  # a_t
     log_prob: jax.Array  # log pi(a_t | o_<=t)
@@ -149,13 +149,13 @@ class Agent(NamedTuple):
 class Buffer(NamedTuple):
     """K level slots; entries to be written to it have the same fields, one for each level [N]."""
 
-    level: amaze.Level  # [K, ...]
+    level: NamedTuple  # [K, ...]
     code: jax.Array  # [K, words] the level as bits
     scored: jax.Array  # [K] bool; False: a free slot, an entry of which no episode ended
     score: jax.Array  # [K]
     max_return: jax.Array  # [K] the best ever seen
     mean_return: jax.Array  # [K] of first episodes, when last played
-    n_actions: jax.Array  # [K] fewest actions to the goal, -1 if unsolvable
+    stats: dict  # name -> [K], what the environment says of the level
     mutations: jax.Array  # [K] generations of edits since the base level
     origin: jax.Array  # [K] number of the base level that it descends from
     touched: jax.Array  # [K] cycle in which it was last sampled or inserted
@@ -339,8 +339,14 @@ def first_episodes(reward, done):
 
 def episode_stats(total, length, ended, where=True):
     """Means over first episodes that ended, of the trajectories `where` [B]; NaN if none."""
-    stats = {"return": total, "solve_rate": total > 0, "episode_length": length}
+    stats = {"return": total, "solve_rate": amaze.solved(total), "episode_length": length}
     return {name: jnp.mean(x, where=ended & where) for name, x in stats.items()}
+
+
+def means(stats, weight=1.0):
+    """Weighted means of what is known of levels {name: [N]}, NaN where it is of none."""
+    known = {name: jnp.where(jnp.isnan(x), 0.0, weight) for name, x in stats.items()}
+    return {name: jnp.nansum(known[name] * x) / known[name].sum() for name, x in stats.items()}
 
 
 def episode_sums(x, done):
@@ -410,12 +416,12 @@ def level_outcomes(batch, advantage, max_return, copies, optimal_return):
     done = by_level(batch.done)
     total = episode_sums(batch.reward, batch.done)
     length = episode_sums(jnp.ones_like(batch.reward), batch.done)
-    best = jnp.where(done, by_level(total), 0.0).max((0, 2))
-    max_return = jnp.where(copies, jnp.maximum(best, max_return), 0.0).max(1)
+    best = jnp.where(done, by_level(total), -jnp.inf).max((0, 2))  # if none has ended, -inf
+    max_return = jnp.where(copies, jnp.maximum(best, max_return), -jnp.inf).max(1)
     by_episode = lambda x: by_level(episode_sums(x, batch.done) / length)  # time means, where done
     time_mean = lambda x: jnp.mean(by_episode(x), axis=(0, 2), where=done)
     first, _, ended = (x.reshape(done.shape[1:]) for x in first_episodes(batch.reward, batch.done))
-    mean_return, solved = (jnp.mean(x, axis=1, where=ended) for x in (first, first > 0))
+    mean_return, solved = (jnp.mean(x, axis=1, where=ended) for x in (first, amaze.solved(first)))
     scores = {
         "max_mc": time_mean(jnp.repeat(max_return, done.shape[2]) - batch.value),
         "positive_value_loss": time_mean(jnp.maximum(advantage, 0)),
@@ -449,15 +455,19 @@ def make_train(config, devices=1):
     mazes = maze_names(config.eval_suite)
     clip = optax.clip_by_global_norm(config.max_grad_norm)
     optimiser = lambda lr: optax.chain(clip, optax.adam(lr, eps=1e-5))
+    level_stats = jax.vmap(lambda level: amaze.level_stats(level, config.max_steps))
 
     def init(rng):
         rng, rng_student = jax.random.split(rng)
         level = sample_levels(rng)
+        stats = amaze.level_stats(level, config.max_steps)
+        fine = config.score != "oracle_regret" or "optimal_return" in stats
+        demand(fine, config, "score", "another: the environment knows no optimal return")
         obs = jax.tree.map(lambda x: x[None, None], reset(level)[0])
         inputs = core.initial_carry(1), obs, jnp.zeros((1, 1), bool)
         params = network.init(rng_student, *inputs)
         student = Agent(params, optimiser(0.0).init(params))  # whatever the learning rate
-        slot = Buffer(level, amaze.level_code(level), False, 0.0, 0.0, 0.0, 0, 0, 0, 0)
+        slot = Buffer(level, amaze.level_code(level), False, 0.0, 0.0, 0.0, stats, 0, 0, 0)
         free = lambda x: jnp.zeros((config.buffer_size, *jnp.shape(x)), jnp.result_type(x))
         buffer, zero = jax.tree.map(free, slot), jnp.zeros((), int)
         return RunnerState(rng, zero, zero, zero, student, buffer)
@@ -502,7 +512,7 @@ def make_train(config, devices=1):
         """T steps on E copies of N levels -> batch [T, B], V(o_T) [B]; episode k of trajectory b
         plays queue[b // E, k % Q] of the levels [N, Q]."""
         queue = jax.tree.map(lambda x: jnp.repeat(x, config.num_evals, axis=0), queue)
-        shape = config.num_steps + 1, len(queue.agent_dir), amaze.NUM_ACTIONS
+        shape = config.num_steps + 1, len(jax.tree.leaves(queue)[0]), amaze.NUM_ACTIONS
         noise = jax.vmap(share)(jax.random.gumbel(rng, shape))  # faster than step by step
         obs, state = jax.vmap(reset)(jax.tree.map(share, queue))
 
@@ -550,7 +560,7 @@ def make_train(config, devices=1):
             data = batch, (advantage - mean) / (std + 1e-5), target
             data = jax.tree.map(lambda x: x[:, share(columns)], data)
             grads, metrics = average(jax.grad(loss, has_aux=True)(student.params, *data))
-            updates, opt_state = optimiser(lr).update(grads, student.opt_state)
+            updates, opt_state = optimiser(lr).update(grads, student.opt_state, student.params)
             student = Agent(optax.apply_updates(student.params, updates), opt_state)
             norms = {"grad_norm": grads, "param_norm": student.params}
             return student, metrics | {k: optax.global_norm(x) for k, x in norms.items()}
@@ -567,7 +577,7 @@ def make_train(config, devices=1):
     def play(rng, params, levels, *rules):
         """One episode on each level [B] -> returns and lengths [B]."""
         obs, state = jax.vmap(reset)(levels, *rules)
-        number = len(levels.agent_dir)
+        number = len(jax.tree.leaves(levels)[0])
 
         def play_step(carry):
             t, memory, obs, state, playing, total, length = carry
@@ -588,7 +598,7 @@ def make_train(config, devices=1):
         levels = amaze.sample_mazes(rng_mazes, mazes, config.eval_episodes)
         total, _ = play(rng_play, student.params, *levels)
         total = total.reshape(len(mazes), config.eval_episodes)
-        scores = {"eval_solve_rate": (total > 0).mean(1), "eval_return": total.mean(1)}
+        scores = {"eval_solve_rate": amaze.solved(total).mean(1), "eval_return": total.mean(1)}
         each = {f"{k}/{m}": x[i] for k, x in scores.items() for i, m in enumerate(mazes)}
         return student, each | {name: score.mean() for name, score in scores.items()}
 
@@ -621,25 +631,24 @@ def make_train(config, devices=1):
         return jax.vmap(child)(rngs, levels), mutations + 1, origin
 
     def score(state, levels, mutations, origin, batch, last_value):
-        """What the batch says of the levels [N]: entries for the buffer, their slots, solutions."""
-        solution = jax.vmap(amaze.solve)(levels)
+        """What the batch says of the levels [N]: entries for the buffer, their slots."""
+        stats = level_stats(levels)
         code = jax.vmap(amaze.level_code)(levels)
         slot = find(state.buffer, code)
         advantage = gae(batch, last_value, config.gamma, config.gae_lambda)
-        seen = state.buffer.max_return.at[slot].get(mode="fill", fill_value=0.0)
+        seen = state.buffer.max_return.at[slot].get(mode="fill", fill_value=-jnp.inf)
         copies = (code[:, None] == code).all(-1)
-        best = amaze.optimal_return(solution, config.max_steps)
+        best = stats.get("optimal_return", jnp.nan)  # which has no oracle regret
         outcomes = level_outcomes(batch, advantage, seen, copies, best)
         episodes, mean_return, max_return, scores = outcomes
-        entries = episodes > 0, scores[config.score], max_return, mean_return, solution.n_actions
+        entries = episodes > 0, scores[config.score], max_return, mean_return, stats
         touched = jnp.full(len(code), state.step)
-        return Buffer(levels, code, *entries, mutations, origin, touched), slot, solution
+        return Buffer(levels, code, *entries, mutations, origin, touched), slot
 
-    def child_stats(buffer, entries, slot, solution, where=True):
+    def child_stats(buffer, entries, slot, where=1.0):
         """Of children; inserted: of these the new ones that the buffer holds after writing."""
         inserted = (slot == config.buffer_size) & (find(buffer, entries.code) < config.buffer_size)
-        stats = amaze.level_stats(entries.level, solution, where)
-        stats["inserted"] = jnp.mean(inserted, where=where)
+        stats = means(entries.stats | {"inserted": inserted}, where)
         return {f"child_{name}": x for name, x in stats.items()}
 
     def breed(rng, state, *parents):
@@ -648,26 +657,21 @@ def make_train(config, devices=1):
         children = edit(rng_edit, *parents)
         queue = jax.tree.map(lambda x: x[:, None], children[0])
         batch = rollout(rng_rollout, state.student.params, queue)
-        entries, slot, solution = score(state, *children, *batch)
+        entries, slot = score(state, *children, *batch)
         buffer = write_buffer(state.buffer, entries, slot, state.step, *strength)
-        return state.replace(buffer=buffer), child_stats(buffer, entries, slot, solution)
+        return state.replace(buffer=buffer), child_stats(buffer, entries, slot)
 
     def buffer_stats(buffer, step):
-        """Means over the taken slots, and sums weighted by P."""
+        """Means over the taken slots, and means weighted by P."""
         probability = replay_probabilities(buffer, step, *strength)
-        solution = amaze.Solution(None, buffer.n_actions, buffer.n_actions >= 0)
-        regret = amaze.optimal_return(solution, config.max_steps) - buffer.mean_return
-        over_slots = partial(jnp.mean, where=buffer.scored)
-        return {
-            "buffer_fill": buffer.scored.mean(),
-            "buffer_score": over_slots(buffer.score),
-            "buffer_score_weighted": probability @ buffer.score,
-            "buffer_age": over_slots(step - buffer.touched),
-            "buffer_unsolvable": over_slots(~solution.solvable),
-            "buffer_regret": over_slots(regret),
-            "buffer_mutations_weighted": probability @ buffer.mutations,
-            "buffer_walls_weighted": probability @ buffer.level.wall_map.sum((1, 2)),
-        }
+        stats = buffer.stats | {"score": buffer.score, "age": step - buffer.touched}
+        if "optimal_return" in stats:
+            stats["regret"] = stats["optimal_return"] - buffer.mean_return
+        of_level = buffer.stats | {"score": buffer.score, "mutations": buffer.mutations}
+        weighted = means(of_level, probability)
+        metrics = means(stats, buffer.scored) | {f"{k}_weighted": x for k, x in weighted.items()}
+        metrics["fill"] = buffer.scored.mean()
+        return {f"buffer_{name}": x for name, x in metrics.items()}
 
     def replays(step):
         """Whether cycle `step` replays; the same for all seeds, so that it stays a branch."""
@@ -682,6 +686,7 @@ def make_train(config, devices=1):
     def cycle(state, _):
         rng_fresh, rng_choice, rng_rollout, rng_learn, rng_eval, rng_edit = cycle_rngs(state)
         step = state.step + 1
+        lr = config.lr * (1 - state.step / config.num_updates if config.anneal_lr else 1.0)
 
         # 1. CHOOSE LEVELS
         replay = replays(state.step)
@@ -702,13 +707,12 @@ def make_train(config, devices=1):
         batch, last_value = rollout(rng_rollout, state.student.params, queue)
 
         # 3. SCORE
-        entries, slot, solution = score(state, levels, mutations, origin, batch, last_value)
+        entries, slot = score(state, levels, mutations, origin, batch, last_value)
 
         # 4. WRITE THE BUFFER
         buffer = write_buffer(state.buffer, entries, slot, state.step, *strength)
 
         # 5. LEARN
-        lr = config.lr * (1 - state.step / config.num_updates if config.anneal_lr else 1.0)
         learns = replay | (not config.robust)
         last = slice(config.parallel * trajectories, (1 + config.parallel) * trajectories)
         data = jax.tree.map(lambda x: x[:, last], batch), last_value[last]
@@ -718,7 +722,7 @@ def make_train(config, devices=1):
         # 6. MUTATE
         state, rollouts = state.replace(student=student, buffer=buffer), state.rollouts + blocks
         if config.num_edits and config.parallel:
-            metrics |= child_stats(buffer, entries, slot, solution, child)
+            metrics |= child_stats(buffer, entries, slot, child)
         elif config.num_edits:
             inputs = rng_edit, state, *choice
             state, stats = jax.lax.cond(replay, breed, partial(skip, breed), *inputs)
@@ -731,11 +735,12 @@ def make_train(config, devices=1):
         episode = first_episodes(batch.reward, batch.done)
         metrics |= {f"train_{name}": x for name, x in episode_stats(*episode).items()}
         for name, where in {"fresh": ~(replayed | child), "replay": replayed}.items():
-            stats = amaze.level_stats(levels, solution, where)
+            stats = means(entries.stats, where)
             stats |= episode_stats(*episode, jnp.repeat(where, config.num_evals))
             metrics |= {f"{name}_{key}": x for key, x in stats.items()}
         learned = learns & (block == config.parallel)
-        metrics["unsolvable_share"] = jnp.mean(~solution.solvable, where=learned)
+        if "solvable" in entries.stats:
+            metrics["unsolvable_share"] = jnp.mean(~entries.stats["solvable"], where=learned)
         metrics |= buffer_stats(state.buffer, step)
         if config.eval_interval:
             due = (step % config.eval_interval == 0) | (step == config.num_updates)
@@ -763,7 +768,7 @@ def make_train(config, devices=1):
         captions = {"score": best.score, "age": state.step - best.touched, "P": probability[top]}
         fresh = sample_fresh(cycle_rngs(state)[0 if config.parallel else 1], state)[0]
         return {
-            "fresh": (fresh, {"path": jax.vmap(amaze.solve)(fresh).path_length}),
+            "fresh": (fresh, level_stats(fresh)),
             "most probable of the buffer": (best.level, captions),
             "lineage of the most probable": lineage(state.buffer, top[0]),
         }
@@ -823,9 +828,8 @@ def check(config):
         if f.type in (int, int | None):
             demand(isinstance(value, int) and abs(value) < 2**31, config, f.name, "a 32-bit int")
         for allowed, (test, names) in ALLOWED.items():
-            named = f.name.removeprefix("teacher_") in names.split()
-            if named and not isinstance(value, jax.Array):
-                demand(test(value), config, f.name, allowed)
+            other = f.name.removeprefix("teacher_") not in names.split()
+            demand(other or isinstance(value, jax.Array) or test(value), config, f.name, allowed)
 
 
 def make_rows(config):
@@ -1086,17 +1090,18 @@ def main():
         config = parse(sys.argv[1:])
         check(config)
         by_user = jax.config.jax_num_cpu_devices, "device_count" in os.environ.get("XLA_FLAGS", "")
-        if by_user == (-1, False) and config.devices != 1:
-            cores = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count()))(0)
-            jax.config.update("jax_num_cpu_devices", len(cores))
         address, *numbers = config.distributed.split(",")
         try:
+            if by_user == (-1, False) and config.devices != 1:
+                cores = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count()))(0)
+                jax.config.update("jax_num_cpu_devices", len(cores))
             numbers = () if address == "auto" else (address, *map(int, numbers))
             if address:
                 jax.distributed.initialize(*numbers, heartbeat_timeout_seconds=30)
         except (ValueError, RuntimeError) as error:
             allowed = f"auto, or HOST:PORT,PROCESSES,NUMBER ({str(error).splitlines()[0]})"
-            demand(False, config, "distributed", allowed)
+            demand(not config.distributed, config, "distributed", allowed)
+            print("an import has started JAX: its devices are used; of a CPU, JAX_NUM_CPU_DEVICES")
         return run(config)
     except BadConfig as error:
         message, status = error, 2

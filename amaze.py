@@ -20,6 +20,17 @@ five words; an observation is one read of five words, a shift, and elementwise w
 Conventions: arrays are indexed [y, x], positions are (x, y). Directions: 0 right, 1 down, 2 left,
 3 up. Actions: 0 turn left, 1 turn right, 2 forward, 3 to 6 only pass time (MiniGrid's seven).
 Walk a maze in the terminal:  python amaze.py Labyrinth
+
+Another environment is a module with these names, in place of this one (`import mine as amaze`):
+scripts       NUM_ACTIONS; reset(level or queue, max_steps), step, step_and_reset: see over_queues;
+              solved(return of an episode); level_stats(level, max_steps); plot_levels;
+              TEST_MAZES {name: (sample(rng) -> level, max_steps)}, SUITES, sample_mazes;
+              sample_level, or what else a script's sample_levels and Config call
+plr, accel    level_code(level) -> an array, equal for equal levels
+accel         edit_level(rng, level, n_edits)
+paired        teacher_reset, teacher_step, and TeacherState.level
+evaluate.py   EnvState and render for films; if levels differ in shape, pad_levels; for --maze-file
+              level_from_text; for --suite sampled a suite of that name, of one maze
 """
 
 import argparse
@@ -38,8 +49,9 @@ NUM_ACTIONS = 7
 LEFT, RIGHT, FORWARD = 0, 1, 2
 VIEW = 5                                 # the agent sees VIEW x VIEW cells
 EMPTY, WALL, GOAL, UNSEEN, AGENT = (1, 0, 0), (2, 5, 0), (8, 1, 0), (0, 0, 0), (10, 0, 0)
-# Byte k of word c is channel c of the k-th kind of cell: shifting a word is faster than a look-up.
-_BYTES = np.array([EMPTY, WALL, GOAL, UNSEEN], np.uint8).T.copy().view("<u4")[:, 0]  # [3] uint32
+# Four bits for each kind of cell, of channel c in word c: shifting is faster than a look-up.
+_KINDS = np.array([EMPTY, WALL, GOAL, UNSEEN], np.uint32)               # at most eight
+_WORDS = (_KINDS << 4 * np.arange(len(_KINDS), dtype=np.uint32)[:, None]).sum(0, dtype=np.uint32)
 
 
 class Level(NamedTuple):
@@ -131,12 +143,12 @@ def observe(state):
     i, j = np.arange(VIEW)[:, None], np.arange(VIEW)[None, :]           # across, far to near
     is_wall = lines[::-1] >> i.astype(np.uint32) & 1                    # [5, 5]
     is_goal = (goal_across - across + 2 == i) & (goal_ahead - ahead == 4 - j)
-    kind = jnp.where(is_goal, np.uint32(2), is_wall)                    # an index into _BYTES
+    kind = jnp.where(is_goal, np.uint32(2), is_wall)                    # an index into _KINDS
     kind = jnp.where((i == 2) & (j == 4), np.uint32(0), kind)           # the agent's own cell
     if state.see_through_walls is not None:
         seen = _visible(lines)[::-1] >> i.astype(np.uint32) & 1 == 1
         kind = jnp.where(seen | state.see_through_walls, kind, np.uint32(3))
-    image = _BYTES >> 8 * kind[..., None]                               # [5, 5, 3]
+    image = _WORDS >> 4 * kind[..., None] & 15                          # [5, 5, 3]
     return Observation(image.astype(jnp.uint8), state.agent_dir)
 
 
@@ -198,6 +210,33 @@ def step_and_reset(state, action):
         agent_dir=jnp.where(done, start.agent_dir, state.agent_dir),
         t=jnp.where(done, 0, state.t)))
     return obs, state, reward, done
+
+
+def solved(total):
+    """Whether an episode with this return has reached the goal."""
+    return total > 0
+
+
+def over_queues(reset, step, ndim):
+    """For other environments: reset, step and step_and_reset as above, from a reset(level, *rules)
+    and a step(state, action) of one level, of which the first array has ndim axes."""
+    def open_queue(level, *rules):
+        queue = jax.tree.map(jnp.asarray, level)
+        if jax.tree.leaves(queue)[0].ndim == ndim:
+            queue = jax.tree.map(lambda x: x[None], queue)
+        obs, state = reset(jax.tree.map(lambda x: x[0], queue), *rules)
+        return obs, (state, jnp.zeros((), jnp.int32), queue, rules)
+
+    def go_on(state, action, restart):
+        state, slot, queue, rules = state
+        obs, state, reward, done = step(state, action)
+        if restart:
+            slot = (slot + done) % len(jax.tree.leaves(queue)[0])
+            opening = reset(jax.tree.map(lambda x: x[slot], queue), *rules)
+            obs, state = jax.tree.map(partial(jnp.where, done), opening, (obs, state))
+        return obs, (state, slot, queue, rules), reward, done
+
+    return open_queue, partial(go_on, restart=False), partial(go_on, restart=True)
 
 
 # --- random levels and edits
@@ -328,12 +367,15 @@ def optimal_return(solution, max_steps):
     return jnp.where(in_time, 1 - 0.9 * (solution.n_actions / max_steps), 0).astype(jnp.float32)
 
 
-def level_stats(levels, solution, where=True):
-    """Means over levels [N], of those `where`: walls, shortest path (cells), solvable share."""
+def level_stats(level, max_steps=250):
+    """Numbers of a level, NaN where there is none: what is logged, and captions of pictures. Regret
+    is measured by optimal_return, if there is one, and unsolvable_share by solvable."""
+    solution = solve(level)
     return {
-        "walls": jnp.mean(levels.wall_map.sum((-2, -1)), where=where),
-        "path_length": jnp.mean(solution.path_length, where=solution.solvable & where),
-        "solvable": jnp.mean(solution.solvable, where=where),
+        "walls": jnp.sum(level.wall_map),
+        "path_length": jnp.where(solution.solvable, solution.path_length, jnp.nan),
+        "solvable": solution.solvable,
+        "optimal_return": optimal_return(solution, max_steps),
     }
 
 
@@ -661,30 +703,33 @@ TEST_MAZES = _test_mazes()
 
 
 def pad_level(level, height, width):
-    """The level with wall added on the right and below; it plays as before."""
-    rows, columns = height - level.wall_map.shape[0], width - level.wall_map.shape[1]
-    wall_map = jnp.pad(level.wall_map, ((0, rows), (0, columns)), constant_values=True)
-    return level._replace(wall_map=wall_map)
+    """The level, or levels [..., H, W], with wall added on the right and below; plays as before."""
+    *batch, rows, columns = level.wall_map.shape
+    pad = [*[(0, 0)] * len(batch), (0, height - rows), (0, width - columns)]
+    return level._replace(wall_map=jnp.pad(level.wall_map, pad, constant_values=True))
 
 
-def sample_mazes(rng, names, episodes=1):
+def pad_levels(levels):
+    """Levels of several sizes, padded to one."""
+    size = [max(level.wall_map.shape[i] for level in levels) for i in (-2, -1)]
+    return [pad_level(level, *size) for level in levels]
+
+
+def sample_mazes(rng, names, episodes=1, mazes=TEST_MAZES, pad=pad_levels):
     """Levels of M test mazes for E episodes on each, padded to one size, and their rules:
     (Level [M * E, ...], max_steps [M * E] int32, see_through_walls [M * E] bool)."""
-    for name in names:
-        if name not in TEST_MAZES:
-            raise ValueError(f"unknown maze {name!r}; choose from {', '.join(TEST_MAZES)}")
-    mazes = [TEST_MAZES[name] for name in names]
+    if unknown := [name for name in names if name not in mazes]:
+        raise ValueError(f"unknown maze {unknown[0]!r}; choose from {', '.join(mazes)}")
+    samples, *rules = zip(*(mazes[name] for name in names))
 
     def sample(rng):
-        levels = [maze.sample(key) for maze, key in zip(mazes, jax.random.split(rng, len(mazes)))]
-        height, width = (max(level.wall_map.shape[i] for level in levels) for i in (0, 1))
-        levels = [pad_level(level, height, width) for level in levels]
+        rngs = jax.random.split(rng, len(samples))
+        levels = pad([sample(rng) for sample, rng in zip(samples, rngs)])
         return jax.tree.map(lambda *x: jnp.stack(x), *levels)
 
     levels = jax.vmap(sample, out_axes=1)(jax.random.split(rng, episodes))      # [M, E, ...]
     levels = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), levels)
-    max_steps = jnp.repeat(jnp.array([maze.max_steps for maze in mazes], jnp.int32), episodes)
-    return levels, max_steps, jnp.repeat(jnp.array([m.see_through_walls for m in mazes]), episodes)
+    return levels, *(jnp.repeat(jnp.array(rule), episodes) for rule in rules)
 
 
 # --- the teacher's MDP (PAIRED): n_walls wall actions, then the goal, then the agent
@@ -742,17 +787,12 @@ def teacher_step(rng, state, action):
     free = ~walls & (index != goal)
     elsewhere = _kth(free, _below(bits[0], jnp.sum(free)))
     agent = jnp.where(action == goal, elsewhere, action)
-    level = Level(walls.reshape(height, width),
-                  jnp.where(puts_agent, _xy(agent, width), level.agent_pos),
-                  jnp.where(puts_agent, _below(bits[1], 4), level.agent_dir),
-                  _xy(goal, width))
+    level = level._replace(
+        wall_map=walls.reshape(height, width), goal_pos=_xy(goal, width),
+        agent_pos=jnp.where(puts_agent, _xy(agent, width), level.agent_pos),
+        agent_dir=jnp.where(puts_agent, _below(bits[1], 4), level.agent_dir))
     state = TeacherState(level, n_walls, t + 1)
     return _teacher_observe(rng_noise, state), state, state.t >= n_walls + 2
-
-
-def teacher_level(state):
-    """The level designed; valid after the last step."""
-    return state.level
 
 
 # --- drawing (NumPy, on the host)
@@ -803,23 +843,24 @@ def render(level_or_state, tile=16):
     return np.concatenate([np.concatenate(row, axis=1) for row in rows])
 
 
-def plot_levels(sections, columns=8):
-    """A matplotlib Figure of {title: (Level batch [K, ...], captions {name: K numbers or words})}.
+def plot_levels(sections, columns=8, render=render):
+    """A matplotlib Figure of {title: (levels [K, ...], captions {name: K numbers or words})}.
 
     One axes for all, in inches: an axes for each level would take ten times as long to draw."""
     figure, top = Figure(), 0.0
     axes = figure.add_axes((0, 0, 1, 1))
-    word = lambda x: x if isinstance(x, str) else f"{x:.3g}"
+    word = lambda x: x if isinstance(x, str) else f"{float(x):.3g}"
     for title, (levels, captions) in sections.items():
         levels, top = jax.tree.map(np.asarray, levels), top + 0.3 * bool(title)
         axes.text(0.8 * columns, top, title, ha="center", va="bottom", fontsize=12)
-        for k in range(len(levels.agent_dir)):
+        for k in range(len(jax.tree.leaves(levels)[0])):
             picture = render(jax.tree.map(lambda x: x[k], levels))
             height, width = 1.4 * np.array(picture.shape[:2]) / max(picture.shape)
             top += (k % columns == 0) * (0.2 + 0.14 * len(captions) + height)
             x = 1.6 * (k % columns) + 0.8
             axes.imshow(picture, extent=(x - width / 2, x + width / 2, top, top - height))
-            text = "\n".join(f"{name} {word(x[k])}".strip() for name, x in captions.items())
+            known = {name: word(x[k]) for name, x in captions.items() if x[k] == x[k]}
+            text = "\n".join(" ".join(x).strip() for x in known.items())
             axes.text(x, top - height - 0.05, text, ha="center", va="bottom", fontsize=8)
     figure.set_size_inches(1.6 * columns, top + 0.1)
     axes.set(xlim=(0, 1.6 * columns), ylim=(top + 0.1, 0), xticks=[], yticks=[], frame_on=False)

@@ -1,8 +1,7 @@
 """Domain randomisation (DR): train one student on levels drawn uniformly at random.
 
-The baseline of unsupervised environment design (UED): no teacher, no buffer. Levels are
-MiniGrid mazes (amaze.py), the student is a recurrent PPO agent (1707.06347), and the whole training
-is one XLA program.
+The baseline of unsupervised environment design (UED): no teacher, no buffer. Levels are MiniGrid
+mazes (amaze.py), the student is a recurrent PPO agent (1707.06347); all is one XLA program.
 
     initialise the student
     for each update:
@@ -85,7 +84,7 @@ class Config:
     see_through_walls: bool = True  # False: MiniGrid's occlusion
     # evaluation
     eval_interval: int = 50  # updates between evaluations; 0: never
-    eval_suite: str = "minimax"  # a suite, or maze names with commas between
+    eval_suite: str = next(iter(amaze.SUITES))  # a suite, or maze names with commas between
     eval_episodes: int = 10  # episodes per maze
     # run
     fast: bool = False  # defaults for half an hour on one core of a CPU; in code Config(**FAST)
@@ -107,7 +106,7 @@ class Config:
 
 
 class Transition(NamedTuple):
-    obs: amaze.Observation  # o_t
+    obs: NamedTuple  # o_t, or another tree of arrays
     is_first: jax.Array  # o_t opens an episode, bool
     action: jax.Array  # a_t
     log_prob: jax.Array  # log pi(a_t | o_<=t)
@@ -296,21 +295,22 @@ def first_episodes(reward, done):
 
 def episode_stats(total, length, ended, where=True):
     """Means over first episodes that ended, of the trajectories `where` [B]; NaN if none."""
-    stats = {"return": total, "solve_rate": total > 0, "episode_length": length}
+    stats = {"return": total, "solve_rate": amaze.solved(total), "episode_length": length}
     return {name: jnp.mean(x, where=ended & where) for name, x in stats.items()}
 
 
-def unsolvable_share(batch, queue, max_steps):
-    """Share of the transitions [T, B] that lie in levels of the queues [N, Q] without a solution.
-
-    `solve` is asked of those that were not solved: one in max_steps steps at most, and the last."""
-    (T, B), (N, Q) = batch.done.shape, queue.agent_dir.shape
-    slot = (jnp.cumsum(batch.done, axis=0) - batch.done) % Q  # that is played [T, B]
-    on = slot[..., None] == jnp.arange(Q)
-    solved = (on & (batch.reward > 0)[..., None]).any(0)  # [B, Q]
-    steps, slot = jax.lax.top_k(jnp.where(solved, 0, on.sum(0)), min(T // max_steps + 1, Q))
-    levels = jax.tree.map(lambda x: x[jnp.arange(B)[:, None] * N // B, slot], queue)
-    return jnp.sum(steps * ~jax.vmap(jax.vmap(amaze.solve))(levels).solvable) / (T * B)
+def unsolvable_share(batch, queue, level_stats):
+    """Share of the transitions [T, B] that lie in levels of the queues [N, Q] without a solution;
+    the environment is asked of those that were not solved, of each queue the longest first."""
+    (T, B), (N, Q) = batch.done.shape, jax.tree.leaves(queue)[0].shape[:2]
+    on = ((jnp.cumsum(batch.done, axis=0) - batch.done) % Q)[..., None] == jnp.arange(Q)
+    # reward to go: where o_t opens an episode, its return; -1e30 if it does not end
+    to_go = gae(batch._replace(value=0.0 * batch.value), jnp.full(B, -1e30), 1.0, 1.0)
+    solved = (on & (batch.is_first & amaze.solved(to_go))[..., None]).any(0)  # [B, Q]
+    steps, slot = jax.lax.top_k(jnp.where(solved, 0, on.sum(0)), Q)
+    level = lambda i: jax.tree.map(lambda x: x[jnp.arange(B) * N // B, slot[:, i]], queue)
+    ask = lambda i, sum: sum + steps[:, i] @ ~level_stats(level(i))["solvable"]
+    return jax.lax.fori_loop(0, (steps > 0).any(0).sum(), ask, 0) / (T * B)
 
 
 def make_train(config, devices=1):
@@ -330,6 +330,7 @@ def make_train(config, devices=1):
     mazes = maze_names(config.eval_suite)
     clip = optax.clip_by_global_norm(config.max_grad_norm)
     optimiser = lambda lr: optax.chain(clip, optax.adam(lr, eps=1e-5))
+    level_stats = jax.vmap(lambda level: amaze.level_stats(level, config.max_steps))
 
     def init(rng):
         rng, rng_student = jax.random.split(rng)
@@ -379,7 +380,7 @@ def make_train(config, devices=1):
         """T steps on E copies of N levels -> batch [T, B], V(o_T) [B]; episode k of trajectory b
         plays queue[b // E, k % Q] of the levels [N, Q]."""
         queue = jax.tree.map(lambda x: jnp.repeat(x, config.num_evals, axis=0), queue)
-        shape = config.num_steps + 1, len(queue.agent_dir), amaze.NUM_ACTIONS
+        shape = config.num_steps + 1, len(jax.tree.leaves(queue)[0]), amaze.NUM_ACTIONS
         noise = jax.vmap(share)(jax.random.gumbel(rng, shape))  # faster than step by step
         obs, state = jax.vmap(reset)(jax.tree.map(share, queue))
 
@@ -427,7 +428,7 @@ def make_train(config, devices=1):
             data = batch, (advantage - mean) / (std + 1e-5), target
             data = jax.tree.map(lambda x: x[:, share(columns)], data)
             grads, metrics = average(jax.grad(loss, has_aux=True)(student.params, *data))
-            updates, opt_state = optimiser(lr).update(grads, student.opt_state)
+            updates, opt_state = optimiser(lr).update(grads, student.opt_state, student.params)
             student = Agent(optax.apply_updates(student.params, updates), opt_state)
             norms = {"grad_norm": grads, "param_norm": student.params}
             return student, metrics | {k: optax.global_norm(x) for k, x in norms.items()}
@@ -444,7 +445,7 @@ def make_train(config, devices=1):
     def play(rng, params, levels, *rules):
         """One episode on each level [B] -> returns and lengths [B]."""
         obs, state = jax.vmap(reset)(levels, *rules)
-        number = len(levels.agent_dir)
+        number = len(jax.tree.leaves(levels)[0])
 
         def play_step(carry):
             t, memory, obs, state, playing, total, length = carry
@@ -465,7 +466,7 @@ def make_train(config, devices=1):
         levels = amaze.sample_mazes(rng_mazes, mazes, config.eval_episodes)
         total, _ = play(rng_play, student.params, *levels)
         total = total.reshape(len(mazes), config.eval_episodes)
-        scores = {"eval_solve_rate": (total > 0).mean(1), "eval_return": total.mean(1)}
+        scores = {"eval_solve_rate": amaze.solved(total).mean(1), "eval_return": total.mean(1)}
         each = {f"{k}/{m}": x[i] for k, x in scores.items() for i, m in enumerate(mazes)}
         return student, each | {name: score.mean() for name, score in scores.items()}
 
@@ -485,6 +486,7 @@ def make_train(config, devices=1):
     def cycle(state, _):
         rng_levels, rng_rollout, rng_learn, rng_eval = cycle_rngs(state)
         step = state.step + 1
+        lr = config.lr * (1 - state.step / config.num_updates if config.anneal_lr else 1.0)
 
         # 1. CHOOSE LEVELS
         queue = choose_levels(rng_levels)
@@ -493,7 +495,6 @@ def make_train(config, devices=1):
         batch, last_value = rollout(rng_rollout, state.student.params, queue)
 
         # 3. LEARN
-        lr = config.lr * (1 - state.step / config.num_updates if config.anneal_lr else 1.0)
         student, metrics = learn(rng_learn, state.student, lr, batch, last_value)
 
         # 4. EVALUATE
@@ -502,8 +503,9 @@ def make_train(config, devices=1):
         episode = first_episodes(batch.reward, batch.done)
         metrics |= {f"train_{name}": x for name, x in episode_stats(*episode).items()}
         levels = jax.tree.map(lambda x: x[:, 0], queue)
-        metrics |= amaze.level_stats(levels, jax.vmap(amaze.solve)(levels))
-        metrics["unsolvable_share"] = unsolvable_share(batch, queue, config.max_steps)
+        metrics |= {k: jnp.nanmean(x) for k, x in level_stats(levels).items()}
+        if "solvable" in metrics:
+            metrics["unsolvable_share"] = unsolvable_share(batch, queue, level_stats)
         if config.eval_interval:
             due = (step % config.eval_interval == 0) | (step == config.num_updates)
             metrics |= jax.lax.cond(due, evaluate, partial(skip, evaluate), rng_eval, student)[1]
@@ -516,7 +518,7 @@ def make_train(config, devices=1):
     def show(state):
         """The levels that the next update starts with: title -> (levels, captions)."""
         levels = jax.tree.map(lambda x: x[:, 0], choose_levels(cycle_rngs(state)[0]))
-        return {"random levels": (levels, {"path": jax.vmap(amaze.solve)(levels).path_length})}
+        return {"random levels": (levels, level_stats(levels))}
 
     def train(rng):
         return update(init(rng), config.num_updates)
@@ -573,9 +575,8 @@ def check(config):
         if f.type in (int, int | None):
             demand(isinstance(value, int) and abs(value) < 2**31, config, f.name, "a 32-bit int")
         for allowed, (test, names) in ALLOWED.items():
-            named = f.name.removeprefix("teacher_") in names.split()
-            if named and not isinstance(value, jax.Array):
-                demand(test(value), config, f.name, allowed)
+            other = f.name.removeprefix("teacher_") not in names.split()
+            demand(other or isinstance(value, jax.Array) or test(value), config, f.name, allowed)
 
 
 def make_rows(config):
@@ -836,17 +837,18 @@ def main():
         config = parse(sys.argv[1:])
         check(config)
         by_user = jax.config.jax_num_cpu_devices, "device_count" in os.environ.get("XLA_FLAGS", "")
-        if by_user == (-1, False) and config.devices != 1:
-            cores = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count()))(0)
-            jax.config.update("jax_num_cpu_devices", len(cores))
         address, *numbers = config.distributed.split(",")
         try:
+            if by_user == (-1, False) and config.devices != 1:
+                cores = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count()))(0)
+                jax.config.update("jax_num_cpu_devices", len(cores))
             numbers = () if address == "auto" else (address, *map(int, numbers))
             if address:
                 jax.distributed.initialize(*numbers, heartbeat_timeout_seconds=30)
         except (ValueError, RuntimeError) as error:
             allowed = f"auto, or HOST:PORT,PROCESSES,NUMBER ({str(error).splitlines()[0]})"
-            demand(False, config, "distributed", allowed)
+            demand(not config.distributed, config, "distributed", allowed)
+            print("an import has started JAX: its devices are used; of a CPU, JAX_NUM_CPU_DEVICES")
         return run(config)
     except BadConfig as error:
         message, status = error, 2

@@ -43,7 +43,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ EMPTY_PAGE = '{"agents": [], "suites": {}, "mazes": {}}'  # what play.html holds
 @dataclass(frozen=True)
 class Arguments:
     runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders, or checkpoint files in them
-    suite: Literal["minimax", "jaxued", "dcd", "families", "sampled"] = "minimax"  # test mazes
+    suite: str = ""  # minimax, jaxued, dcd, families or sampled; default: the environment's first
     mazes: str = ""  # instead of the suite: names of mazes, with commas between
     maze_file: str = ""  # instead of the suite: a text file of mazes, blank lines between
     max_steps: int = 250  # time limit of the mazes of --maze-file
@@ -96,9 +97,9 @@ class Refused(ValueError):
 
 class Maze(NamedTuple):
     name: str
-    levels: amaze.Level  # [E, ...] if each episode has its own, else [1, ...]
+    levels: Any  # [E, ...] if each episode has its own, else [1, ...]
     max_steps: int
-    see_through_walls: bool = True
+    see_through_walls: bool | None = True  # None: an environment without
 
 
 class Run(NamedTuple):
@@ -111,6 +112,7 @@ class Run(NamedTuple):
     agents: list  # [A] dicts of seed, swept values, agent
     params: dict  # [A, ...]
     train: Callable  # the script's, of which act, initial_carry, reset and step are needed here
+    env: ModuleType = amaze  # what the script imports as amaze
 
 
 # --- mazes
@@ -121,10 +123,10 @@ def tag(name, number):
     return np.uint32(zlib.crc32(f"{name}/{number}".encode()))
 
 
-def draw(names, number, seed):
+def draw(names, number, seed, env=amaze):
     """{name: levels} of test mazes: `number` of each, or one if all are the same."""
     rng = jax.random.fold_in(jax.random.key(seed), 0)
-    level = lambda name: lambda tag: amaze.TEST_MAZES[name].sample(jax.random.fold_in(rng, tag))
+    level = lambda name: lambda tag: env.TEST_MAZES[name][0](jax.random.fold_in(rng, tag))
     sample = lambda tags: {name: jax.vmap(level(name))(x) for name, x in tags.items()}
     tags = {name: np.array([tag(name, i) for i in range(number)]) for name in names}
     drawn = jax.device_get(jax.jit(sample)(tags))
@@ -132,66 +134,73 @@ def draw(names, number, seed):
     return {k: jax.tree.map(lambda x: x[:1], v) if fixed(v) else v for k, v in drawn.items()}
 
 
-def read_mazes(path, max_steps):
-    """The mazes of a text file, as amaze.level_from_text takes them, blank lines between."""
+def read_mazes(path, max_steps, env=amaze):
+    """The mazes of a text file, as level_from_text takes them, blank lines between."""
     mazes = []
     try:
         for i, text in enumerate(re.split(r"\n\s*\n", Path(path).read_text().strip()), start=1):
-            level = jax.tree.map(lambda x: x[None], amaze.level_from_text(text))
+            level = jax.tree.map(lambda x: x[None], env.level_from_text(text))
             mazes.append(Maze(f"{Path(path).stem}-{i}", level, max_steps))
     except ValueError as error:  # a UnicodeDecodeError is one too
         raise Refused(f"{path}, maze {len(mazes) + 1}: {error}") from None
     return mazes
 
 
-def choose_mazes(args):
+def choose_mazes(args, env=amaze):
     """Names of all mazes that are asked for, those of --maze-file, and if others are sampled."""
-    own = read_mazes(args.maze_file, args.max_steps) if args.maze_file else []
-    names = args.mazes.split(",") if args.mazes else [] if own else amaze.SUITES[args.suite]
-    if unknown := set(names) - set(amaze.TEST_MAZES):
-        raise Refused(f"mazes = {', '.join(unknown)}: allowed are {', '.join(amaze.TEST_MAZES)}")
-    if sampled := args.suite == "sampled" and not (own or args.mazes):
-        names = [f"Sampled-{i}" for i in range(args.levels)]
+    suite = args.suite or next(iter(env.SUITES))
+    if suite not in env.SUITES:
+        raise Refused(f"suite = {suite}: allowed are {', '.join(env.SUITES)}")
+    if args.maze_file and not hasattr(env, "level_from_text"):
+        raise Refused(f"maze_file = {args.maze_file}: allowed is none in this environment")
+    own = read_mazes(args.maze_file, args.max_steps, env) if args.maze_file else []
+    names = args.mazes.split(",") if args.mazes else [] if own else env.SUITES[suite]
+    if unknown := set(names) - set(env.TEST_MAZES):
+        raise Refused(f"mazes = {', '.join(unknown)}: allowed are {', '.join(env.TEST_MAZES)}")
+    if sampled := suite == "sampled" and not (own or args.mazes):
+        names = [f"{names[0]}-{i}" for i in range(args.levels)]
         if args.episodes % 2:
             raise Refused(f"episodes = {args.episodes}: allowed with sampled is an even number")
     return [*dict.fromkeys([*(maze.name for maze in own), *names])], own, sampled
 
 
-def draw_mazes(names, args, sampled):
+def draw_mazes(names, args, sampled, env=amaze):
     """The mazes of these names."""
+    rules = lambda name: (*env.TEST_MAZES[name][1:], None)[:2]
     if sampled:
-        levels = draw(["Sampled"], len(names), args.seed)["Sampled"]
+        [name] = env.SUITES["sampled"]
+        levels = draw([name], len(names), args.seed, env)[name]
         level = lambda i: jax.tree.map(lambda x: x[i : i + 1], levels)
-        return [Maze(x, level(i), *amaze.TEST_MAZES["Sampled"][1:]) for i, x in enumerate(names)]
-    drawn = draw(names, args.episodes, args.seed)
-    return [Maze(name, drawn[name], *amaze.TEST_MAZES[name][1:]) for name in names]
+        return [Maze(x, level(i), *rules(name)) for i, x in enumerate(names)]
+    drawn = draw(names, args.episodes, args.seed, env)
+    return [Maze(name, drawn[name], *rules(name)) for name in names]
 
 
-def stack(mazes):
-    """All levels, padded to one size, and each one's maze: Level [L, ...], [L]."""
-    height, width = (max(maze.levels.wall_map.shape[i] for maze in mazes) for i in (1, 2))
-    pad = jax.vmap(partial(amaze.pad_level, height=height, width=width))
-    levels = jax.tree.map(lambda *x: np.concatenate(x), *(pad(maze.levels) for maze in mazes))
-    numbers = [len(maze.levels.agent_dir) for maze in mazes]
+def stack(mazes, env=amaze):
+    """All levels, padded to one size if they differ, and each one's maze: levels [L, ...], [L]."""
+    levels = getattr(env, "pad_levels", list)([maze.levels for maze in mazes])
+    numbers = [len(jax.tree.leaves(x)[0]) for x in levels]
+    levels = jax.tree.map(lambda *x: np.concatenate(x), *levels)
     return levels, np.repeat(np.arange(len(mazes)), numbers)
 
 
-def optimal_returns(mazes):
-    """[M] the best return there is, averaged over a maze's levels."""
-    levels, owner = stack(mazes)
+def optimal_returns(mazes, env=amaze):
+    """[M] the best return there is, averaged over a maze's levels; NaN if it is not known."""
+    levels, owner = stack(mazes, env)
     limits = np.array([maze.max_steps for maze in mazes])[owner]
-    best = jax.jit(jax.vmap(lambda level, t: amaze.optimal_return(amaze.solve(level), t)))
-    return np.bincount(owner, best(levels, limits)) / np.bincount(owner)
+    best = lambda level, t: env.level_stats(level, t).get("optimal_return", np.nan)
+    return np.bincount(owner, jax.jit(jax.vmap(best))(levels, limits)) / np.bincount(owner)
 
 
-def lay_out(reset, mazes, episodes):
+def lay_out(reset, mazes, episodes, env=amaze):
     """E episodes on each maze, in the order of play [G]: index into [M, E], what names the random
     numbers, index into the levels; and first observation and state of each level [L, ...]."""
-    levels, owner = stack(mazes)
+    levels, owner = stack(mazes, env)
     limits = np.array([maze.max_steps for maze in mazes])
     see = np.array([maze.see_through_walls for maze in mazes])
-    rules = [limits[owner]] if see.all() else [limits[owner], see[owner]]  # a plain True is faster
-    openings = jax.vmap(lambda level, limit, see=True: reset(level, limit, see))
+    rules = [limits[owner]] if see.all() or None in see else [limits[owner], see[owner]]
+    plain = [] if None in see else [True]  # which is faster
+    openings = jax.vmap(lambda level, limit, *see: reset(level, limit, *(see or plain)))
     maze = np.repeat(np.argsort(-limits, kind="stable"), episodes)
     episode = np.tile(np.arange(episodes), len(mazes))
     tags = np.array([tag(mazes[m].name, e) for m, e in zip(maze, episode)])
@@ -202,13 +211,13 @@ def lay_out(reset, mazes, episodes):
 # --- play
 
 
-def gumbel(rng, tag, t):
-    """Noise on the logits [7] at step t of an episode, so that argmax samples."""
+def gumbel(rng, tag, t, env=amaze):
+    """Noise on the logits at step t of an episode, so that argmax samples."""
     rng = jax.random.fold_in(jax.random.fold_in(rng, tag), t)
-    return jax.random.gumbel(rng, (amaze.NUM_ACTIONS,))
+    return jax.random.gumbel(rng, (env.NUM_ACTIONS,))
 
 
-def make_player(train, tags, opening, parts):
+def make_player(train, tags, opening, parts, env):
     """go_on(params, rng, part, lanes) -> lanes [W], records [STEPS, W]: an agent plays every
     parts-th episode of the row, from number `part` on."""
 
@@ -221,7 +230,7 @@ def make_player(train, tags, opening, parts):
         choose = lambda new, old: jnp.where(done.reshape(-1, *[1] * (old.ndim - 1)), new, old)
         begin = lambda old: jax.tree.map(choose, opening(turn), old)
         obs, state = jax.lax.cond(done.any(), begin, lambda old: old, (obs, state))
-        noise = jax.vmap(partial(gumbel, rng))(tags[turn], t)
+        noise = jax.vmap(partial(gumbel, rng, env=env))(tags[turn], t)
         memory, action = train.act(params, memory, obs, done, noise)[:2]
         obs, state, reward, done = jax.vmap(train.step)(state, action)
         t, total = t + 1, total + reward
@@ -233,14 +242,14 @@ def make_player(train, tags, opening, parts):
     return go_on
 
 
-def play(train, params, rngs, mazes, episodes, batch_size=0, title=""):
+def play(train, params, rngs, mazes, episodes, batch_size=0, title="", env=amaze):
     """Every agent plays every maze: returns, lengths [A, M, E]. params [A, ...], rngs [A]."""
     devices, on_cpu = jax.devices(), jax.default_backend() == "cpu"
     parts = len(devices) // math.gcd(len(rngs), len(devices))  # so that players deal evenly
     agent, part = np.divmod(np.arange(len(rngs) * parts), parts)  # [P]
-    row, tags, slot, openings = lay_out(train.reset, mazes, episodes)
+    row, tags, slot, openings = lay_out(train.reset, mazes, episodes, env)
     opening = lambda turn: jax.tree.map(lambda x: x[jnp.asarray(slot)[turn]], openings)
-    player = make_player(train, jnp.asarray(tags), opening, parts)
+    player = make_player(train, jnp.asarray(tags), opening, parts, env)
     # on a device players take turns if it is a CPU, which is faster there, else they are vmapped
     in_turn = lambda *players: jax.lax.map(lambda args: player(*args), players)
     dealt = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec("devices"))
@@ -276,17 +285,17 @@ def film(run, seed, maze):
 
     @jax.jit
     def move(memory, obs, state, t):
-        noise = gumbel(rng, tag(maze.name, 0), t)
+        noise = gumbel(rng, tag(maze.name, 0), t, run.env)
         inputs = jax.tree.map(lambda x: x[None], (obs, t == 0, noise))
         memory, action = run.train.act(params, memory, *inputs)[:2]
         return memory, *run.train.step(state, action[0])
 
     def picture(state):  # whatever else a script's state holds
-        is_maze = lambda x: isinstance(x, amaze.EnvState)
-        return amaze.render(*filter(is_maze, jax.tree.leaves(state, is_leaf=is_maze)))
+        is_maze = lambda x: isinstance(x, run.env.EnvState)
+        return run.env.render(*filter(is_maze, jax.tree.leaves(state, is_leaf=is_maze)))
 
     level = jax.tree.map(lambda x: x[0], maze.levels)
-    obs, state = run.train.reset(level, *maze[2:])
+    obs, state = run.train.reset(level, *(x for x in maze[2:] if x is not None))
     memory, done, pictures = run.train.initial_carry(1), False, [picture(state)]
     while not done:
         memory, obs, state, _, done = move(memory, obs, state, len(pictures) - 1)
@@ -338,9 +347,9 @@ def bootstrap(scores, statistic, seed):
     return np.stack([statistic(scores), *np.quantile(values, (0.025, 0.975), axis=0)], axis=-1)
 
 
-def summarise(returns, names, seed, sampled):
+def summarise(returns, names, seed, sampled, env=amaze):
     """{maze or aggregate: value, low, high} of the solve rates in episodes [S, M, E]."""
-    rates = lambda returns: (returns > 0).mean(-1)  # [S, M]
+    rates = lambda returns: env.solved(returns).mean(-1)  # [S, M]
     mean = lambda scores: scores.mean(0)
     aggregates = lambda scores: np.array([f(scores) for f in AGGREGATES.values()])
     scores = rates(returns)
@@ -366,6 +375,7 @@ def import_script(recorded, given):
     path = Path(__file__).resolve().with_name(recorded) if ours else Path(given)
     spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    sys.path.append(str(path.resolve().parent))  # where its environment may lie
     spec.loader.exec_module(module)
     return module
 
@@ -435,7 +445,7 @@ def load_run(path, args):
     params = jax.tree.map(lambda x: x[chosen], params)
     folder = (path if path.is_dir() else path.parent).resolve()
     agents = [agents[i] for i in chosen]
-    return Run(folder.name, folder, Path(script).stem, update, agents, params, train)
+    return Run(folder.name, folder, Path(script).stem, update, agents, params, train, module.amaze)
 
 
 def load_runs(args):
@@ -452,6 +462,8 @@ def load_runs(args):
             runs.setdefault((run.folder, run.update), run)
         except (Refused, OSError) as error:
             refused.append(f"{path}: {error}")
+    if len({run.env for run in runs.values()}) > 1:
+        raise Refused("runs of different environments: allowed is one at a time")
     shared = os.path.commonpath([run.folder.parent for run in runs.values()]) if runs else ""
     name = lambda run: run.folder.relative_to(shared).as_posix()
     return [run._replace(name=name(run)) for run in runs.values()], refused
@@ -477,9 +489,9 @@ def tabulate(run, mazes, optimal, returns, lengths):
     """The rows of results.csv of a run, from its episodes [A, M, E]."""
     for agent, r, n in zip(run.agents, returns, lengths):
         who = {"run": run.name, "algorithm": run.algorithm, "update": run.update} | agent
-        for maze, *numbers in zip(mazes, (r > 0).mean(1), r.mean(1), n.mean(1), optimal):
+        for maze, *numbers in zip(mazes, run.env.solved(r).mean(1), r.mean(1), n.mean(1), optimal):
             names = "solve_rate", "return", "length", "optimal_return"
-            scores = {name: round(float(x), 6) for name, x in zip(names, numbers)}
+            scores = {k: round(float(x), 6) if x == x else "" for k, x in zip(names, numbers)}
             yield who | {"maze": maze.name, "episodes": r.shape[1]} | scores
 
 
@@ -555,7 +567,8 @@ def print_results(results, summaries, mazes, optimal):
         sets = " (worst: half rank, half report)" * ("worst 10%" in summary)
         print(f"\n{label}: {len(returns)} seed(s), {returns.shape[2]} episodes on each maze{sets}")
         numbers = zip(mazes, returns.mean((0, 2)), optimal, lengths.mean((0, 2)))
-        lines = [[maze.name, show(*summary[maze.name]), *(f"{x:.3f}" for x in others)]
+        lines = [[maze.name, show(*summary[maze.name]),
+                  *("" if np.isnan(x) else f"{x:.3f}" for x in others)]
                  for maze, *others in numbers if maze.name in summary]  # fmt: skip
         header = ["maze", "solve rate", "return", "optimal return", "length"]
         print_table([header, *lines]) if lines else None
@@ -565,7 +578,7 @@ def print_results(results, summaries, mazes, optimal):
     print_table([["solve rate", *names], *over_all])
 
 
-def plot_results(results, summaries):
+def plot_results(results, summaries, env=amaze):
     """A Figure: points with intervals, and the performance profile; {label: ...} both."""
     names = list(next(iter(summaries.values())))
     figure = Figure(figsize=(9 + 0.45 * len(names), 5), layout="constrained")
@@ -576,7 +589,7 @@ def plot_results(results, summaries):
         x = np.arange(len(names)) + 0.6 * ((i + 0.5) / len(summaries) - 0.5)
         points.vlines(x, low, high, color=f"C{i}")
         points.plot(x, value, "o", color=f"C{i}", markersize=4, label=label)
-        rates = (results[label][0] > 0).mean(-1, keepdims=True)  # [S, M, 1]
+        rates = env.solved(results[label][0]).mean(-1, keepdims=True)  # [S, M, 1]
         profile.step(tau, (rates > tau).mean((0, 1)), where="post", color=f"C{i}")
     points.set_xticks(range(len(names)), names, rotation=45, ha="right")
     points.set(ylabel="solve rate, 95% interval over seeds", ylim=(-0.03, 1.03))
@@ -595,7 +608,7 @@ def demand_playable(run, args):
     config, allowed = read_config(run.folder), f"allowed is dr.py's, rnn = {', '.join(CORES)}"
     network = {k: config.get(k) for k in ("rnn", "hidden_size", "s5_layers", "s5_norm")}
     names = " ".join(sorted(traverse_util.flatten_dict(run.params.get("params", {}), sep="/")))
-    if not re.fullmatch(HEADS + CORES.get(network["rnn"], "#"), names):
+    if run.env is not amaze or not re.fullmatch(HEADS + CORES.get(network["rnn"], "#"), names):
         raise Refused(f"a network that play.html cannot play: {allowed}")
     if not all((abs(x) < np.finfo(np.float16).max).all() for x in jax.tree.leaves(run.params)):
         raise Refused("parameters that are not finite in float16, which play.html holds")
@@ -604,7 +617,8 @@ def demand_playable(run, args):
         train, rngs = ours.make_train(ours.Config(**network)), agent_keys(run, args.seed)[:1]
         shapes = jax.eval_shape(train.init, jax.random.key(0)).student.params
         params = jax.tree.map(lambda x: x[:1], fit(shapes, run.params, len(run.agents)))
-        easy = draw_mazes(["TrivialMaze", "MiniMaze", "FourRooms"], args, False)  # also by chance
+        easy = "TrivialMaze", "MiniMaze", "FourRooms"  # also by chance
+        easy = draw_mazes(easy, replace(args, episodes=30), False)
         one, two = (list(play(x, params, rngs, easy, 30)) for x in (run.train, train))
         if np.mean(np.not_equal(one, two)) > 0.05:  # a few may differ by rounding
             raise Refused(f"{args.script} plays otherwise than play.html would: {allowed}")
@@ -648,40 +662,41 @@ def check(args):
 def evaluate(args):
     """Do what the arguments ask for; returns the lines about runs that could not be had."""
     check(args)
-    names, own, sampled = choose_mazes(args)
+    runs, refused = load_runs(args)
+    if args.runs and not runs:
+        return refused
+    env = runs[0].env if runs else import_script("", args.script).amaze if args.script else amaze
+    names, own, sampled = choose_mazes(args, env)
     args = replace(args, episodes=args.episodes or (20 if sampled else 100))
     films = args.gif.split(",") if args.gif else []
     if unknown := set(films) - set(names):
         raise Refused(f"gif = {', '.join(unknown)}: allowed are {', '.join(names)}")
-    runs, refused = load_runs(args)
-    if args.runs and not runs:
-        return refused
     folders = [run.folder for run in runs] or [Path.cwd()]
     out = Path(args.out or os.path.relpath(os.path.commonpath(folders)))
     there = next(x for x in (out, *out.absolute().parents) if x.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise Refused(f"out = {out}: allowed is a folder that can be written")
     if args.play:
-        mazes = own + draw_mazes(amaze.TEST_MAZES, replace(args, episodes=5), False)
+        mazes = own + draw_mazes(env.TEST_MAZES, replace(args, episodes=5), False, env)
         write(out / "play.html", lambda file: file.write(page(runs, mazes)))
         return refused
-    mazes = own + draw_mazes(names[len(own) :], args, sampled)
-    optimal, results, table = optimal_returns(mazes), {}, []
+    mazes = own + draw_mazes(names[len(own) :], args, sampled, env)
+    optimal, results, table = optimal_returns(mazes, env), {}, []
     if args.show_levels:
         drawn = [maze._replace(levels=jax.tree.map(lambda x: x[:1], maze.levels)) for maze in mazes]
-        captions = {"": names, "best return": optimal_returns(drawn)}
-        figure = amaze.plot_levels({"": (stack(drawn)[0], captions)})
+        captions = {"": names, "best return": optimal_returns(drawn, env)}
+        figure = env.plot_levels({"": (stack(drawn, env)[0], captions)})
         write(out / "mazes.png", lambda file: figure.savefig(file, format="png"))
     for run in runs:
         agents = run.train, run.params, agent_keys(run, args.seed)
-        played = list(play(*agents, mazes, args.episodes, args.batch_size, run.name))
+        played = list(play(*agents, mazes, args.episodes, args.batch_size, run.name, env))
         table += tabulate(run, mazes, optimal, *played)
         for label, seeds in group_seeds(run).items():
             results[label] = [x[seeds] for x in played]
     if results:
-        summaries = {k: summarise(x[0], names, args.seed, sampled) for k, x in results.items()}
+        summaries = {k: summarise(x[0], names, args.seed, sampled, env) for k, x in results.items()}
         print_results(results, summaries, mazes, optimal)
-        figure = plot_results(results, summaries)
+        figure = plot_results(results, summaries, env)
         write(out / "results.csv", lambda file: file.write(to_csv(table)))
         write(out / "results.png", lambda file: figure.savefig(file, format="png", dpi=150))
     for run, maze in ((run, mazes[names.index(name)]) for run in runs for name in films):

@@ -100,7 +100,7 @@ class Config:
     see_through_walls: bool = True  # False: MiniGrid's occlusion
     # evaluation
     eval_interval: int = 50  # updates between evaluations; 0: never
-    eval_suite: str = "minimax"  # a suite, or maze names with commas between
+    eval_suite: str = next(iter(amaze.SUITES))  # a suite, or maze names with commas between
     eval_episodes: int = 10  # episodes per maze
     # run
     fast: bool = False  # defaults for half an hour on one core of a CPU; in code Config(**FAST)
@@ -122,7 +122,7 @@ class Config:
 
 
 class Transition(NamedTuple):
-    obs: amaze.Observation  # o_t
+    obs: NamedTuple  # o_t, or another tree of arrays
     is_first: jax.Array  # o_t opens an episode, bool
     action: jax.Array  # a_t
     log_prob: jax.Array  # log pi(a_t | o_<=t)
@@ -331,7 +331,7 @@ def first_episodes(reward, done):
 
 def episode_stats(total, length, ended, where=True):
     """Means over first episodes that ended, of the trajectories `where` [B]; NaN if none."""
-    stats = {"return": total, "solve_rate": total > 0, "episode_length": length}
+    stats = {"return": total, "solve_rate": amaze.solved(total), "episode_length": length}
     return {name: jnp.mean(x, where=ended & where) for name, x in stats.items()}
 
 
@@ -347,15 +347,16 @@ def episode_sums(x, done):
 
 
 def level_returns(total, done, num_evals):
-    """Mean and max (floored at 0) of the returns [T, B] where done, per level [N]; 0 if none.
+    """Mean and max of the returns [T, B] where done, per level [N]; 0 if none.
 
     The mean is over copies of each one's mean, which for any E is the expected return that PAIRED
     defines regret by. Pooled, as minimax has it, it is not: in T = 256 steps a copy fails once or
     solves many times, and half a chance would read as 0.56 with E = 2, 0.63 with 8."""
-    total, count = jnp.where(done, total, 0.0), done.sum(0)
-    mean = total.sum(0) / jnp.maximum(count, 1)  # of each copy
-    mean, best, ended = (x.reshape(-1, num_evals) for x in (mean, total.max(0), count > 0))
-    return mean.sum(1) / jnp.maximum(ended.sum(1), 1), best.max(1)
+    best, count = jnp.where(done, total, -jnp.inf).max(0), done.sum(0)
+    mean = jnp.where(done, total, 0.0).sum(0) / jnp.maximum(count, 1)  # of each copy
+    mean, best, ended = (x.reshape(-1, num_evals) for x in (mean, best, count > 0))
+    best = jnp.where(ended.any(1), best.max(1), 0.0)
+    return mean.sum(1) / jnp.maximum(ended.sum(1), 1), best
 
 
 def regret(kind, mean, best):
@@ -385,6 +386,7 @@ def make_train(config, devices=1):
     mazes = maze_names(config.eval_suite)
     clip = optax.clip_by_global_norm(config.max_grad_norm)
     optimiser = lambda lr: optax.chain(clip, optax.adam(lr, eps=1e-5))
+    level_stats = jax.vmap(lambda level: amaze.level_stats(level, config.max_steps))
     grid = dict(n_walls=config.n_walls, height=config.height, width=config.width)
     cells, num_places = config.height * config.width, config.n_walls + 2
     own = "lr gamma gae_lambda ent_coef rnn hidden_size".split()
@@ -458,13 +460,13 @@ def make_train(config, devices=1):
         number = len(rng_reset)
         carry = teacher_core.initial_carry(number), obs, state, jnp.ones(number, bool)
         (_, _, state, _), batch = jax.lax.scan(design_step, carry, (rngs, noise))
-        return gather(batch, axis=1), gather(jax.vmap(amaze.teacher_level)(state), axis=0)
+        return gather(batch, axis=1), gather(state.level, axis=0)
 
     def rollout(rng, params, queue):
         """T steps on E copies of N levels -> batch [T, B], V(o_T) [B]; episode k of trajectory b
         plays queue[b // E, k % Q] of the levels [N, Q]."""
         queue = jax.tree.map(lambda x: jnp.repeat(x, config.num_evals, axis=0), queue)
-        shape = config.num_steps + 1, len(queue.agent_dir), amaze.NUM_ACTIONS
+        shape = config.num_steps + 1, len(jax.tree.leaves(queue)[0]), amaze.NUM_ACTIONS
         noise = jax.vmap(share)(jax.random.gumbel(rng, shape))  # faster than step by step
         obs, state = jax.vmap(reset)(jax.tree.map(share, queue))
 
@@ -513,7 +515,7 @@ def make_train(config, devices=1):
             data = jax.tree.map(lambda x: x[:, share(columns)], data)
             inputs = agent.params, network, config, *data
             grads, metrics = average(jax.grad(loss, has_aux=True)(*inputs))
-            updates, opt_state = optimiser(lr).update(grads, agent.opt_state)
+            updates, opt_state = optimiser(lr).update(grads, agent.opt_state, agent.params)
             agent = Agent(optax.apply_updates(agent.params, updates), opt_state)
             norms = {"grad_norm": grads, "param_norm": agent.params}
             return agent, metrics | {k: optax.global_norm(x) for k, x in norms.items()}
@@ -530,7 +532,7 @@ def make_train(config, devices=1):
     def play(rng, params, levels, *rules):
         """One episode on each level [B] -> returns and lengths [B]."""
         obs, state = jax.vmap(reset)(levels, *rules)
-        number = len(levels.agent_dir)
+        number = len(jax.tree.leaves(levels)[0])
 
         def play_step(carry):
             t, memory, obs, state, playing, total, length = carry
@@ -556,7 +558,7 @@ def make_train(config, devices=1):
         levels = amaze.sample_mazes(rng_mazes, mazes, config.eval_episodes)
         total, _ = over_students(lambda params: play(rng_play, params, *levels), students.params)
         total = total.reshape(len(total), len(mazes), config.eval_episodes)
-        scores = {"eval_solve_rate": (total > 0).mean(2), "eval_return": total.mean(2)}
+        scores = {"eval_solve_rate": amaze.solved(total).mean(2), "eval_return": total.mean(2)}
         each = {f"{k}/{m}": x[:, i] for k, x in scores.items() for i, m in enumerate(mazes)}
         return students, each | {name: score.mean(1) for name, score in scores.items()}
 
@@ -611,9 +613,10 @@ def make_train(config, devices=1):
         metrics = {who + k: x[i] for i, who in enumerate(names) for k, x in metrics.items()}
         metrics |= {f"teacher_{name}": x for name, x in losses.items()} | {"regret": reward.mean()}
         # the command line needs these two: a student's PPO updates, rollouts of N * E * T steps
-        metrics |= {"grad_updates": step, "rollouts": step * config.num_students}
-        metrics |= amaze.level_stats(levels, jax.vmap(amaze.solve)(levels)) | {"current_lr": lr}
-        metrics["unsolvable_share"] = 1 - metrics["solvable"]
+        metrics |= {"grad_updates": step, "rollouts": step * config.num_students, "current_lr": lr}
+        metrics |= {k: jnp.nanmean(x) for k, x in level_stats(levels).items()}
+        if "solvable" in metrics:
+            metrics["unsolvable_share"] = 1 - metrics["solvable"]
         return state.replace(step=step, students=students, teacher=teacher), metrics
 
     def update(state, steps):
@@ -623,8 +626,7 @@ def make_train(config, devices=1):
     def show(state):
         """The levels that the next update starts with: title -> (levels, captions)."""
         levels = design(cycle_rngs(state)[0], state.teacher.params)[1]
-        captions = {"path": jax.vmap(amaze.solve)(levels).path_length}
-        return {"the teacher's designs": (levels, captions)}
+        return {"the teacher's designs": (levels, level_stats(levels))}
 
     def train(rng):
         return update(init(rng), config.num_updates)
@@ -681,9 +683,8 @@ def check(config):
         if f.type in (int, int | None):
             demand(isinstance(value, int) and abs(value) < 2**31, config, f.name, "a 32-bit int")
         for allowed, (test, names) in ALLOWED.items():
-            named = f.name.removeprefix("teacher_") in names.split()
-            if named and not isinstance(value, jax.Array):
-                demand(test(value), config, f.name, allowed)
+            other = f.name.removeprefix("teacher_") not in names.split()
+            demand(other or isinstance(value, jax.Array) or test(value), config, f.name, allowed)
 
 
 def make_rows(config):
@@ -944,17 +945,18 @@ def main():
         config = parse(sys.argv[1:])
         check(config)
         by_user = jax.config.jax_num_cpu_devices, "device_count" in os.environ.get("XLA_FLAGS", "")
-        if by_user == (-1, False) and config.devices != 1:
-            cores = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count()))(0)
-            jax.config.update("jax_num_cpu_devices", len(cores))
         address, *numbers = config.distributed.split(",")
         try:
+            if by_user == (-1, False) and config.devices != 1:
+                cores = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count()))(0)
+                jax.config.update("jax_num_cpu_devices", len(cores))
             numbers = () if address == "auto" else (address, *map(int, numbers))
             if address:
                 jax.distributed.initialize(*numbers, heartbeat_timeout_seconds=30)
         except (ValueError, RuntimeError) as error:
             allowed = f"auto, or HOST:PORT,PROCESSES,NUMBER ({str(error).splitlines()[0]})"
-            demand(False, config, "distributed", allowed)
+            demand(not config.distributed, config, "distributed", allowed)
+            print("an import has started JAX: its devices are used; of a CPU, JAX_NUM_CPU_DEVICES")
         return run(config)
     except BadConfig as error:
         message, status = error, 2

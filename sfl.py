@@ -97,7 +97,7 @@ class Config:
     buffer_size: int = 1000  # K, levels kept; fast 100
     # evaluation
     eval_interval: int = 50  # updates between evaluations; 0: never
-    eval_suite: str = "minimax"  # a suite, or maze names with commas between
+    eval_suite: str = next(iter(amaze.SUITES))  # a suite, or maze names with commas between
     eval_episodes: int = 10  # episodes per maze
     # run
     fast: bool = False  # defaults for half an hour on one core of a CPU; in code Config(**FAST)
@@ -119,7 +119,7 @@ class Config:
 
 
 class Transition(NamedTuple):
-    obs: amaze.Observation  # o_t
+    obs: NamedTuple  # o_t, or another tree of arrays
     is_first: jax.Array  # o_t opens an episode, bool
     action: jax.Array  # a_t
     log_prob: jax.Array  # log pi(a_t | o_<=t)
@@ -136,7 +136,7 @@ class Agent(NamedTuple):
 class Buffer(NamedTuple):
     """K levels, the most learnable first."""
 
-    level: amaze.Level  # [K, ...]
+    level: NamedTuple  # [K, ...]
     solve_rate: jax.Array  # [K] p, when they were chosen
 
 
@@ -318,8 +318,14 @@ def first_episodes(reward, done):
 
 def episode_stats(total, length, ended, where=True):
     """Means over first episodes that ended, of the trajectories `where` [B]; NaN if none."""
-    stats = {"return": total, "solve_rate": total > 0, "episode_length": length}
+    stats = {"return": total, "solve_rate": amaze.solved(total), "episode_length": length}
     return {name: jnp.mean(x, where=ended & where) for name, x in stats.items()}
+
+
+def means(stats, weight=1.0):
+    """Weighted means of what is known of levels {name: [N]}, NaN where it is of none."""
+    known = {name: jnp.where(jnp.isnan(x), 0.0, weight) for name, x in stats.items()}
+    return {name: jnp.nansum(known[name] * x) / known[name].sum() for name, x in stats.items()}
 
 
 def learnability(solve_rate, evals):
@@ -354,6 +360,7 @@ def make_train(config, devices=1):
     mazes = maze_names(config.eval_suite)
     clip = optax.clip_by_global_norm(config.max_grad_norm)
     optimiser = lambda lr: optax.chain(clip, optax.adam(lr, eps=1e-5))
+    level_stats = jax.vmap(lambda level: amaze.level_stats(level, config.max_steps))
 
     def init(rng):
         rng, rng_student = jax.random.split(rng)
@@ -405,7 +412,7 @@ def make_train(config, devices=1):
         """T steps on E copies of N levels -> batch [T, B], V(o_T) [B]; episode k of trajectory b
         plays queue[b // E, k % Q] of the levels [N, Q]."""
         queue = jax.tree.map(lambda x: jnp.repeat(x, config.num_evals, axis=0), queue)
-        shape = config.num_steps + 1, len(queue.agent_dir), amaze.NUM_ACTIONS
+        shape = config.num_steps + 1, len(jax.tree.leaves(queue)[0]), amaze.NUM_ACTIONS
         noise = jax.vmap(share)(jax.random.gumbel(rng, shape))  # faster than step by step
         obs, state = jax.vmap(reset)(jax.tree.map(share, queue))
 
@@ -453,7 +460,7 @@ def make_train(config, devices=1):
             data = batch, (advantage - mean) / (std + 1e-5), target
             data = jax.tree.map(lambda x: x[:, share(columns)], data)
             grads, metrics = average(jax.grad(loss, has_aux=True)(student.params, *data))
-            updates, opt_state = optimiser(lr).update(grads, student.opt_state)
+            updates, opt_state = optimiser(lr).update(grads, student.opt_state, student.params)
             student = Agent(optax.apply_updates(student.params, updates), opt_state)
             norms = {"grad_norm": grads, "param_norm": student.params}
             return student, metrics | {k: optax.global_norm(x) for k, x in norms.items()}
@@ -470,7 +477,7 @@ def make_train(config, devices=1):
     def play(rng, params, levels, *rules):
         """One episode on each level [B] -> returns and lengths [B]."""
         obs, state = jax.vmap(reset)(levels, *rules)
-        number = len(levels.agent_dir)
+        number = len(jax.tree.leaves(levels)[0])
 
         def play_step(carry):
             t, memory, obs, state, playing, total, length = carry
@@ -491,7 +498,7 @@ def make_train(config, devices=1):
         levels = amaze.sample_mazes(rng_mazes, mazes, config.eval_episodes)
         total, _ = play(rng_play, student.params, *levels)
         total = total.reshape(len(mazes), config.eval_episodes)
-        scores = {"eval_solve_rate": (total > 0).mean(1), "eval_return": total.mean(1)}
+        scores = {"eval_solve_rate": amaze.solved(total).mean(1), "eval_return": total.mean(1)}
         each = {f"{k}/{m}": x[i] for k, x in scores.items() for i, m in enumerate(mazes)}
         return student, each | {name: score.mean() for name, score in scores.items()}
 
@@ -505,32 +512,29 @@ def make_train(config, devices=1):
         return jax.random.split(jax.random.fold_in(state.rng, state.step), 5)
 
     def score_candidates(rng, state):
-        """A new buffer; of the candidates that were solved sometimes: share, walls, paths."""
+        """A new buffer; of the candidates that were solved sometimes: share, means."""
 
         def score(rng):
             rng_levels, rng_play = jax.random.split(rng)
             levels = sample_levels(rng_levels, at_once)
             copies = jax.tree.map(lambda x: jnp.repeat(x, config.candidate_evals, axis=0), levels)
             total, length = play(rng_play, state.student.params, copies)
-            solve_rate = (total > 0).reshape(at_once, -1).mean(1)
-            return Buffer(levels, solve_rate), length.sum()
+            solve_rate = amaze.solved(total).reshape(at_once, -1).mean(1)
+            return Buffer(levels, solve_rate), level_stats(levels), length.sum()
 
         turns = config.num_candidates // at_once
         dealt = jnp.arange(-(-turns // devices) * devices) % turns  # some twice, to deal evenly
         scored = jax.lax.map(score, share(jax.random.split(rng, turns)[dealt]))
-        candidates, steps = jax.tree.map(lambda x: x[:turns], gather(scored, axis=0))
-        candidates = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), candidates)
+        *scored, steps = jax.tree.map(lambda x: x[:turns], gather(scored, axis=0))
+        candidates, stats = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), scored)
         scores = learnability(candidates.solve_rate, config.candidate_evals)
         best = jax.lax.top_k(scores, config.buffer_size)[1]
         buffer = jax.tree.map(lambda x: x[best], candidates)
 
-        levels, sometimes = candidates.level, scores > 0
-        solution = jax.lax.map(amaze.solve, levels, batch_size=at_once)
-        stats = amaze.level_stats(levels, solution, sometimes)
-        stats = {f"learnable_{name}": x for name, x in stats.items() if name != "solvable"}
+        stats = {f"learnable_{k}": x for k, x in means(stats, scores > 0).items()}
         rollouts, rest = jnp.divmod(steps.sum() + state.more_steps, batch_steps)
         state = state.replace(buffer=buffer, rollouts=state.rollouts + rollouts, more_steps=rest)
-        return state, stats | {"learnable_share": sometimes.mean()}
+        return state, stats | {"learnable_share": (scores > 0).mean()}
 
     def choose_levels(rng, buffer):
         """N levels, and which are of the buffer: half, drawn uniformly from the slots that are
@@ -546,6 +550,7 @@ def make_train(config, devices=1):
     def cycle(state, _):
         rng_candidates, rng_levels, rng_rollout, rng_learn, rng_eval = cycle_rngs(state)
         step = state.step + 1
+        lr = config.lr * (1 - state.step / config.num_updates if config.anneal_lr else 1.0)
 
         # 1. CHOOSE LEVELS
         due = state.step % config.score_interval == 0  # for all seeds alike: it stays a branch
@@ -558,7 +563,6 @@ def make_train(config, devices=1):
         batch, last_value = rollout(rng_rollout, state.student.params, queue)
 
         # 3. LEARN
-        lr = config.lr * (1 - state.step / config.num_updates if config.anneal_lr else 1.0)
         student, metrics = learn(rng_learn, state.student, lr, batch, last_value)
 
         # 4. EVALUATE
@@ -567,10 +571,11 @@ def make_train(config, devices=1):
         metrics |= {"grad_updates": step, "rollouts": rollouts, "current_lr": lr} | scores
         episode = first_episodes(batch.reward, batch.done)
         metrics |= {f"train_{name}": x for name, x in episode_stats(*episode).items()}
-        solution = jax.vmap(amaze.solve)(levels)
-        metrics["unsolvable_share"] = jnp.mean(~solution.solvable)
+        of_level = level_stats(levels)
+        if "solvable" in of_level:
+            metrics["unsolvable_share"] = jnp.mean(~of_level["solvable"])
         for name, where in {"fresh": ~of_buffer, "replay": of_buffer}.items():
-            stats = amaze.level_stats(levels, solution, where)
+            stats = means(of_level, where)
             stats |= episode_stats(*episode, jnp.repeat(where, config.num_evals))
             metrics |= {f"{name}_{key}": x for key, x in stats.items()}
         evals = config.candidate_evals
@@ -591,8 +596,8 @@ def make_train(config, devices=1):
         levels = choose_levels(cycle_rngs(state)[1], state.buffer)[0]
         levels = jax.tree.map(lambda x: x[half : half + 32], levels)
         best = jax.tree.map(lambda x: x[:32], state.buffer)
-        path = {"path": jax.vmap(amaze.solve)(levels).path_length}
-        return {"fresh": (levels, path), "most learnable": (best.level, {"p": best.solve_rate})}
+        best = best.level, {"p": best.solve_rate}
+        return {"fresh": (levels, level_stats(levels)), "most learnable": best}
 
     def train(rng):
         return update(init(rng), config.num_updates)
@@ -649,9 +654,8 @@ def check(config):
         if f.type in (int, int | None):
             demand(isinstance(value, int) and abs(value) < 2**31, config, f.name, "a 32-bit int")
         for allowed, (test, names) in ALLOWED.items():
-            named = f.name.removeprefix("teacher_") in names.split()
-            if named and not isinstance(value, jax.Array):
-                demand(test(value), config, f.name, allowed)
+            other = f.name.removeprefix("teacher_") not in names.split()
+            demand(other or isinstance(value, jax.Array) or test(value), config, f.name, allowed)
 
 
 def make_rows(config):
@@ -912,17 +916,18 @@ def main():
         config = parse(sys.argv[1:])
         check(config)
         by_user = jax.config.jax_num_cpu_devices, "device_count" in os.environ.get("XLA_FLAGS", "")
-        if by_user == (-1, False) and config.devices != 1:
-            cores = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count()))(0)
-            jax.config.update("jax_num_cpu_devices", len(cores))
         address, *numbers = config.distributed.split(",")
         try:
+            if by_user == (-1, False) and config.devices != 1:
+                cores = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count()))(0)
+                jax.config.update("jax_num_cpu_devices", len(cores))
             numbers = () if address == "auto" else (address, *map(int, numbers))
             if address:
                 jax.distributed.initialize(*numbers, heartbeat_timeout_seconds=30)
         except (ValueError, RuntimeError) as error:
             allowed = f"auto, or HOST:PORT,PROCESSES,NUMBER ({str(error).splitlines()[0]})"
-            demand(False, config, "distributed", allowed)
+            demand(not config.distributed, config, "distributed", allowed)
+            print("an import has started JAX: its devices are used; of a CPU, JAX_NUM_CPU_DEVICES")
         return run(config)
     except BadConfig as error:
         message, status = error, 2

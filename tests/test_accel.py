@@ -91,7 +91,7 @@ def test_children_are_scored_and_written_as_fresh_levels_are(serial):
     result = spied(jax.random.key(0), before, *parents)
     after, stats, entries, (batch, advantage, best) = jax.tree.map(np.asarray, result)
     reference, known = contents(buffer), contents(buffer)
-    seen = [known[level]["max_return"] if level in known else 0.0 for level in names(entries.level)]
+    seen = [known.get(x, {"max_return": -np.inf})["max_return"] for x in names(entries.level)]
     expected = outcomes(batch, advantage, names(entries.level), seen, best)
     for (_, finished, record), (_, r_max, mean, scores) in zip(records(entries), expected):
         plain = dict(score=scores["max_mc"], mean_return=mean, max_return=r_max)
@@ -139,6 +139,9 @@ def test_mutations_are_logged_weighted_by_p(serial):
     p = accel.replay_probabilities(state.buffer, state.step, 0.3, 0.3)
     assert close(metrics["buffer_mutations_weighted"], p @ state.buffer.mutations)
     assert close(metrics["buffer_walls_weighted"], p @ state.buffer.level.wall_map.sum((1, 2)))
+    solution = jax.jit(jax.vmap(amaze.solve))(state.buffer.level)
+    p = p * solution.solvable
+    assert close(metrics["buffer_path_length_weighted"], p @ solution.path_length / p.sum())
     assert metrics["buffer_mutations_weighted"] > 0
 
 
@@ -242,7 +245,7 @@ def test_parallel_plays_fresh_replayed_and_children_together(parallel):
             edited += not equal(child, parent)
         walls = cycle.entries.level.wall_map.sum((1, 2))
         assert cycle.metrics["child_walls"] == pytest.approx(walls[2 * N :].mean())
-        unsolvable = (cycle.entries.n_actions[N : 2 * N] < 0).mean()
+        unsolvable = (~cycle.entries.stats["solvable"][N : 2 * N]).mean()
         assert cycle.metrics["unsolvable_share"] == pytest.approx(unsolvable)
         check_logged(cycle, "fresh", slice(N))
         check_logged(cycle, "replay", slice(N, 2 * N))

@@ -66,7 +66,8 @@ def names(level):
 
 def records(entries):
     """A batch of levels as a list of (name, finished, record)."""
-    fields = entries._asdict().items()
+    fields = entries._asdict()
+    fields = (fields | fields.pop("stats")).items()
     numbers = {k: np.asarray(v) for k, v in fields if k not in ("level", "code")}
     finished = numbers.pop("scored")
     rows = [{k: v[i].item() for k, v in numbers.items()} for i in range(len(finished))]
@@ -126,7 +127,7 @@ def same_contents(buffer, reference):
     buffer = contents(buffer)
     assert buffer.keys() == reference.keys()
     for level, record in buffer.items():
-        assert record == pytest.approx(reference[level], abs=1e-5)
+        assert record == pytest.approx(reference[level], abs=1e-5, nan_ok=True)
 
 
 def episodes(batch, advantage, columns):
@@ -161,7 +162,7 @@ def outcomes(batch, advantage, levels, seen, best):
     for n, name in enumerate(levels):
         copies = [i for i, other in enumerate(levels) if other == name]
         returns = [total(e) for i in copies for column in played[i] for e in column]
-        r_max = max([0.0, *returns, *(seen[i] for i in copies)])
+        r_max = max([*returns, *(seen[i] for i in copies)])
         ended = [episode for column in played[n] for episode in column]
         if not ended:
             found.append((0, r_max, None, None))
@@ -309,6 +310,7 @@ def empty_buffer(module, size):
     fields = dict.fromkeys(module.Buffer._fields, np.zeros(size, np.int32))
     fields |= {name: np.zeros(size, np.float32) for name in ("score", "max_return", "mean_return")}
     fields |= dict(level=jax.tree.map(zeros, levels), code=zeros(codes))
+    fields["stats"] = {"optimal_return": np.zeros(size, np.float32)}
     return module.Buffer(**fields | dict(scored=np.zeros(size, bool)))
 
 
@@ -321,7 +323,7 @@ def random_entries(random, module, number, now):
     entries = entries._replace(
         level=jax.tree.map(lambda x: x[index], levels), code=codes[index], scored=filled,
         score=floats(-0.5), mean_return=floats(0), max_return=np.where(filled, floats(0), 0),
-        n_actions=random.integers(-1, 9, number),
+        stats={"optimal_return": floats(0)},
         mutations=random.integers(0, 9, number), touched=np.full(number, now))  # fmt: skip
     more = {name: random.integers(0, 99, number) for name in {"origin"} & {*module.Buffer._fields}}
     return entries._replace(**more)
@@ -365,7 +367,8 @@ def test_ages_of_a_long_run_do_not_overflow():
     touched = random.integers(0, 1000, 4000)
     touched[:10] = now - np.arange(10)
     score = random.normal(size=4000).astype(np.float32)
-    buffer = plr.Buffer(None, None, zero == 0, score, score, score, zero, zero, touched)
+    stats = {"optimal_return": score}
+    buffer = plr.Buffer(None, None, zero == 0, score, score, score, stats, zero, touched)
     age = (now - touched).astype(float)
     assert age.sum() > 2**31
     rank = 1 + np.argsort(np.argsort(-score))
@@ -611,7 +614,7 @@ def slot_of_a_level_drawn_twice(module):
 
     def write():
         score = inner(train.update, "score")
-        entries, slot, _ = score(state, level, *descent, batch, jnp.zeros(2))
+        entries, slot = score(state, level, *descent, batch, jnp.zeros(2))
         return module.write_buffer(state.buffer, entries, slot, 1, 0.3, 0.3)
 
     after = contents(jax.jit(write)())
@@ -671,7 +674,7 @@ def test_levels_are_written_with_the_score_that_was_chosen(parallel):
 
     scores = jax.jit(lambda: {name: score(name) for name in SCORES})()
     advantage = np.asarray(plr.gae(batch, last, config.gamma, config.gae_lambda))
-    seen = [contents(cycle.before.buffer).get(x, {"max_return": 0})["max_return"]
+    seen = [contents(cycle.before.buffer).get(x, {"max_return": -np.inf})["max_return"]
             for x in names(level)]  # fmt: skip
     expected = outcomes(batch, advantage, names(level), seen, cycle.best.tolist())
     for name in SCORES:
@@ -710,7 +713,7 @@ def follow(history, **mode):
     config, reference, returns = plr.Config(**mode), {}, {}
     for now, cycle in enumerate(history):
         levels = names(cycle.entries.level)
-        seen = [max([0.0, *returns[level]]) if level in reference else 0.0 for level in levels]
+        seen = [max(returns[level]) if level in reference else -np.inf for level in levels]
         expected = outcomes(cycle.batch, cycle.advantage, levels, seen, cycle.best.tolist())
         for (_, finished, record), (_, r_max, mean_return, scores) in zip(
                 records(cycle.entries), expected):  # fmt: skip
@@ -726,7 +729,7 @@ def follow(history, **mode):
         write(reference, SMALL["buffer_size"], records(cycle.entries), now, *strength)
         same_contents(cycle.after.buffer, reference)
         for level, record in reference.items():  # the true maximum of all it was ever played for
-            assert record["max_return"] == pytest.approx(max([0.0, *returns[level]]), abs=1e-5)
+            assert record["max_return"] == pytest.approx(max(returns[level]), abs=1e-5)
 
 
 def test_scores_and_buffer_of_a_training(serial):
@@ -746,11 +749,12 @@ def test_the_buffer_is_logged(serial):
         ages = [step - record["touched"] for record in buffer.values()]
         assert cycle.metrics["buffer_age"] == pytest.approx(np.mean(ages), rel=1e-5)
         assert cycle.metrics["buffer_fill"] == len(buffer) / SMALL["buffer_size"]
-        actions = [record["n_actions"] for record in buffer.values()]
+        level = jax.tree.map(lambda x: x[cycle.after.buffer.scored], cycle.after.buffer.level)
+        actions = jax.jit(jax.vmap(amaze.solve))(level).n_actions.tolist()
         best = [1 - 0.9 * x / 8 if 0 <= x <= 8 else 0 for x in actions]  # within 8 steps
         regret = [x - record["mean_return"] for x, record in zip(best, buffer.values())]
         assert cycle.metrics["buffer_regret"] == pytest.approx(mean(regret), abs=1e-5)
-        assert cycle.metrics["buffer_unsolvable"] == pytest.approx(mean([x < 0 for x in actions]))
+        assert cycle.metrics["buffer_solvable"] == pytest.approx(mean([x >= 0 for x in actions]))
 
 
 def test_robust_learns_on_replay_cycles_only(serial):
@@ -770,14 +774,14 @@ def test_plain_plr_learns_on_every_cycle():
 
 def check_logged(cycle, name, block):
     """What is logged of a slice of the cycle's levels: of first episodes; NaN if of none."""
-    number, (level, n_actions) = len(cycle.slot), (cycle.entries.level, cycle.entries.n_actions)
+    number, (level, stats) = len(cycle.slot), (cycle.entries.level, cycle.entries.stats)
     columns = np.arange(cycle.batch.done.shape[1]).reshape(number, -1)[block].ravel()
     first = [x[0] for x in episodes(cycle.batch, cycle.advantage, columns) if x]
     of_first = {"return": total, "episode_length": len, "solve_rate": lambda x: total(x) > 0}
     expected = {k: mean([f(x) for x in first]) if first else np.nan for k, f in of_first.items()}
     if name != "train":
         expected["walls"] = mean(level.wall_map.sum((1, 2))[block]) if len(columns) else np.nan
-        expected["solvable"] = mean(n_actions[block] >= 0) if len(columns) else np.nan
+        expected["solvable"] = mean(stats["solvable"][block]) if len(columns) else np.nan
     logged = {key: cycle.metrics[f"{name}_{key}"] for key in expected}
     assert logged == pytest.approx(expected, abs=1e-5, nan_ok=True)
 
@@ -799,7 +803,7 @@ def test_fresh_and_replayed_levels_are_logged_apart(serial, parallel):
 
 @pytest.mark.slow
 def test_unsolvable_share_is_of_the_levels_learned_from(serial, parallel):
-    share = lambda cycle, block: mean(cycle.entries.n_actions[block] < 0)
+    share = lambda cycle, block: mean(~cycle.entries.stats["solvable"][block])
     n, found = SMALL["num_envs"], [cycle.metrics["unsolvable_share"] for cycle in serial]
     learning = [cycle for cycle in serial if replayed(cycle)]
     assert np.isfinite(found).tolist() == [*map(replayed, serial)]

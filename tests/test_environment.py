@@ -1,0 +1,208 @@
+"""Another environment in place of amaze: a copy of a script with an import, the two functions that
+read the levels' fields, and the network's first lines changed."""
+
+import csv
+import importlib.util
+import shutil
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+from runs import ROOT, SHORT, assert_equal, copy, load, rewind, table
+
+sys.path.insert(0, str(ROOT))
+import evaluate  # noqa: E402
+import line  # noqa: E402
+import plr  # noqa: E402
+
+CHANGES = {
+    "import amaze\n": "import line as amaze\n",
+    "    room = config.height * config.width - 2  # agent and goal need a cell each\n": "",
+    '    demand(config.n_walls <= room, config, "n_walls", f"at most {room}")\n': "",
+    "    height: int = 13  # cells of a level, without the outer wall\n": "",
+    "    width: int = 13  # cells of a level, without the outer wall\n": "",
+    "    see_through_walls: bool = True  # False: MiniGrid's occlusion\n":
+        "    steepness: float = 0.05  # of slopes\n",
+    "max_steps=config.max_steps, see_through_walls=config.see_through_walls):":
+        "max_steps=config.max_steps):",
+    "amaze.reset(level, max_steps, see_through_walls)": "amaze.reset(level, max_steps)",
+    "amaze.sample_level(rng, config.n_walls, config.height, config.width)":
+        "amaze.sample_level(rng, config.steepness)",
+    "        direction = nn.Embed(4, 5, embedding_init=orthogonal(1.0))(obs.direction)\n": "",
+    "jnp.concatenate([convolution(obs.image, 16), direction], axis=-1)  # [T, B, 149]":
+        "nn.tanh(nn.Dense(16)(obs.place))",
+}  # fmt: skip
+FLAGS = """--max-steps 12 --num-envs 8 --num-steps 24 --rnn none --hidden-size 16 --update-epochs 2
+    --lr 1e-2 --eval-episodes 4 --log-interval 2 --eval-interval 4 --num-updates 12
+    --checkpoint-interval 4 --archive-interval 4 --devices 1""".split()
+REPLAY = "--buffer-size 16 --min-fill 0.5".split()
+MORE = {"dr": [], "plr": REPLAY, "accel": [*REPLAY, "--num-edits", "2"],
+        "sfl": "--num-candidates 20 --candidates-at-once 10 --candidate-evals 2 --buffer-size 8 "
+               "--score-interval 4".split()}  # fmt: skip
+
+
+def line_script(folder, name, changes={}):
+    """The copy, beside its environment."""
+    shutil.copy(ROOT / "tests/line.py", folder)
+    walls = next(x for x in (ROOT / f"{name}.py").read_text().splitlines() if " n_walls: " in x)
+    return copy(folder, f"line_{name}", {f"{walls}\n": "", **CHANGES, **changes}, f"{name}.py")
+
+
+def module_of(path):
+    sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def trained(tmp, train):
+    """Folder of a run of each script's copy, made once."""
+    made = {}
+
+    def trained(name):
+        if name not in made:
+            made[name] = tmp / name, line_script(tmp, name)
+            train(*FLAGS, *MORE[name], "--out", made[name][0], script=made[name][1])
+        return made[name]
+
+    return trained
+
+
+@pytest.mark.parametrize("name", ["plr", pytest.param("dr", marks=pytest.mark.slow),
+                                  pytest.param("accel", marks=pytest.mark.slow),
+                                  pytest.param("sfl", marks=pytest.mark.slow)])  # fmt: skip
+def test_a_training(trained, name):
+    folder, _ = trained(name)
+    rows = table(folder)
+    assert [int(row["update"]) for row in rows] == [2, 4, 6, 8, 10, 12]
+    columns, measured = {*rows[0]}, lambda name: [float(x[name]) for x in rows if x[name]]
+    assert not {x for x in columns if "solvable" in x or "optimal" in x or "regret" in x}
+    for column in measured("train_return"), measured("eval_return/Left"):
+        assert max(column) < 0 and len({*column}) > 2
+    rates = measured("train_solve_rate") + measured("eval_solve_rate")
+    assert 0 <= min(rates) < max(rates) and len({*rates}) > 3 and max(rates) <= 1
+    of_levels = {"dr": "distance", "plr": "buffer_distance", "accel": "child_slope",
+                 "sfl": "replay_distance"}  # fmt: skip
+    assert len({*measured(of_levels[name])}) > 1
+    assert (folder / "levels/update_12.png").exists() and (folder / "curves.png").exists()
+    if name in ("plr", "accel"):
+        buffer = load(folder)["state"]["buffer"]
+        best = np.asarray(buffer["max_return"])[np.asarray(buffer["scored"])]
+        assert best.size > 8 and best.max() < 0 and np.isfinite(best).all()
+
+
+def test_a_run_goes_on_bit_for_bit(tmp, trained, train):
+    folder, script = trained("plr")
+    train("--resume", "--out", rewind(folder, tmp / "again", 8), script=script)
+    assert_equal(folder, tmp / "again")
+
+
+def test_evaluate(trained, call):
+    """The tables say what is solved by the environment, and of an optimal return nothing."""
+    folder, script = trained("plr")
+    more = "--episodes", 1, "--gif", "Left"
+    status, out, err = call(folder, "--script", script, *more, script=ROOT / "evaluate.py")
+    assert status == 0, err
+    with open(folder / "results.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["maze"] for row in rows] == ["Left", "Right"]
+    assert {row["optimal_return"] for row in rows} == {""} and "nan" not in out
+    assert all(-30 < float(row["return"]) < 0 for row in rows)
+    film = Image.open(folder / "film_plr_12_Left.gif")
+    assert 2 < film.n_frames <= 1 + float(rows[0]["length"])  # two that are equal are one
+
+
+@pytest.mark.slow
+def test_evaluate_samples_levels_and_refuses_what_is_not_there(trained, call):
+    folder, script = trained("plr")
+    ask = lambda *args: call(folder, "--script", script, *args, script=ROOT / "evaluate.py")
+    status, out, err = ask("--suite", "sampled", "--levels", 12, "--episodes", 4)
+    assert status == 0 and "over 12 maze(s)" in out and "worst 10%" in out, err
+    for args, allowed in {("--suite", "minimax"): "allowed are two, sampled",
+                          ("--mazes", "Labyrinth"): "allowed are Left, Right, Any",
+                          ("--maze-file", script): "allowed is none"}.items():  # fmt: skip
+        status, _, err = ask(*args)
+        assert status == 2 and allowed in err and len(err.splitlines()) == 1, err
+
+
+def test_returns_equal_a_plain_loop():
+    """evaluate.py's play on the wrapped environment, by an agent that always goes right."""
+    act = lambda params, memory, obs, *_: (memory, jnp.full(len(obs.place), 2))
+    agent = dict(act=act, initial_carry=lambda batch: (), reset=line.reset, step=line.step)
+    names, _, _ = evaluate.choose_mazes(evaluate.Arguments(), line)
+    mazes = evaluate.draw_mazes(names, evaluate.Arguments(episodes=2), False, line)
+    rngs = jax.random.split(jax.random.key(0), 1)
+    agent = SimpleNamespace(**agent)
+    returns, lengths = evaluate.play(agent, jnp.zeros(1), rngs, mazes, 2, env=line)
+    for m, (goal, slope, limit) in enumerate(((-0.6, 0.03, 20), (0.55, 0.0, 30))):
+        position = total = t = 0
+        while t < limit and not (t and abs(position - goal) < 0.1):
+            position, t = position + 0.1 + slope, t + 1
+            total -= abs(position - goal)
+        assert np.allclose(returns[0, m], total, atol=1e-4) and (lengths[0, m] == t).all()
+    assert lengths[0, 0, 0] == 20 and lengths[0, 1, 0] < 8
+
+
+def test_a_queue_goes_on_with_its_next_level():
+    queue = line.Level(jnp.array([0.5, -0.5, 0.25]), jnp.zeros(3))
+    obs, state = line.reset(queue, 40)
+    opened, move = [obs.place[0].item()], jax.jit(line.step_and_reset)
+    for _ in range(30):
+        obs, state, _, done = move(state, 1 + jnp.sign(obs.place[0]).astype(int))
+        opened += [obs.place[0].item()] if done else []
+    assert np.allclose(opened, ([0.5, -0.5, 0.25] * 9)[: len(opened)]) and len(opened) > 4
+    one = line.reset(jax.tree.map(lambda x: x[1], queue), 40)[0]
+    assert one.place[0] == -0.5
+
+
+def test_r_max_of_negative_returns():
+    """Returns of -4 with values of -3 score -1, not 3; what has not ended has no R_max."""
+    done = np.array([[False, False], [True, False]])
+    reward = np.array([[-1.0, -1], [-3, -1]], np.float32)
+    batch = plr.Transition(None, None, None, None, np.full((2, 2), -3, np.float32), reward, done)
+    none, zero = np.full(2, -np.inf, np.float32), np.zeros((2, 2), np.float32)
+    count, _, r_max, scores = plr.level_outcomes(batch, zero, none, np.eye(2) > 0, np.nan)
+    assert count.tolist() == [1, 0] and r_max.tolist() == [-4, -np.inf]
+    assert scores["max_mc"][0] == -1
+
+
+def test_without_an_optimal_return_there_is_no_oracle(tmp, trained, call):
+    _, script = trained("plr")
+    out = tmp / "oracle"
+    status, _, err = call(*FLAGS, *REPLAY, "--score", "oracle_regret", "--out", out, script=script)
+    assert status == 2 and "score = 'oracle_regret': allowed is" in err and not out.exists()
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_an_import_that_starts_jax(tmp, launch, call):
+    """One line says that what is there is used."""
+    (tmp / "early").mkdir()
+    script = line_script(tmp / "early", "dr")
+    with open(tmp / "early/line.py", "a") as file:
+        file.write("STARTED = jnp.zeros(3)\n")
+    arguments = [x for x in FLAGS if x not in ("--devices", "1")]
+    status, out, err = call(*arguments, "--out", tmp / "early/run", script=script, devices=None)
+    assert status == 0, err
+    assert out.count("an import has started JAX") == 1
+
+
+def test_runs_of_two_environments_are_refused(tmp, trained, train, call):
+    folder, script = trained("plr")
+    train(*SHORT, "--devices", 1, "--out", tmp / "maze")
+    status, _, err = call(folder, tmp / "maze", "--script", script, script=ROOT / "evaluate.py")
+    assert status == 2 and "different environments" in err and len(err.splitlines()) == 1
+
+
+def test_weight_decay_gets_the_parameters(tmp):
+    """An optimiser that needs them, in a copy."""
+    decay = {"optax.adam(lr, eps=1e-5)": "optax.adamw(lr, weight_decay=0.1)"}
+    module = module_of(line_script(tmp, "dr", decay))
+    small = dict(num_envs=4, num_steps=8, max_steps=8, rnn="none", hidden_size=4, num_updates=1)
+    jax.eval_shape(module.make_train(module.Config(**small)), jax.random.key(0))
