@@ -409,7 +409,7 @@ def test_the_worst_are_those_of_the_published_protocol(tmp_path, capsys, monkeyp
         [flip(rng, rates, episodes, len(rngs))] * 2)
     for name, value in {"load_runs": lambda args: ([run], []), "play": play, "RESAMPLES": 10,
                         "draw_mazes": lambda names, *_: [*map(maze, names)],
-                        "optimal_returns": lambda mazes: np.ones(len(mazes)),
+                        "optimal_returns": lambda mazes, env: np.ones(len(mazes)),
                         "write": lambda path, save: None}.items():  # fmt: skip
         monkeypatch.setattr(evaluate, name, value)
     status, out, _ = call(capsys, monkeypatch, "a", "--suite", "sampled")
@@ -432,7 +432,7 @@ def test_worst_levels_are_each_seeds_own_and_ties_share():
 def test_csv_round_trips_and_groups_by_swept_value():
     rng = np.random.default_rng(0)
     agents = [{"seed": s, "lr": lr, "agent": "student"} for lr in (1e-4, 0.3) for s in (0, 1)]
-    run = SimpleNamespace(name="dr", algorithm="dr", update=7, agents=agents)
+    run = evaluate.Run("dr", None, "dr", 7, agents, {}, None)
     returns = np.maximum(rng.random((4, 2, 3)) - 0.5, 0)
     mazes = [SimpleNamespace(name=name) for name in "AB"]
     table = list(evaluate.tabulate(run, mazes, [0.9, 0.8], returns, rng.integers(1, 9, (4, 2, 3))))
