@@ -36,7 +36,7 @@ evaluate.py   EnvState and render for films; if levels differ in shape, pad_leve
 import argparse
 import sys
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -456,7 +456,7 @@ def _perfect_maze(rng, size, rooms, parents):
 
 
 def sample_perfect_maze(rng, size):
-    """Spanning tree of the even cells by depth-first search, as in minimax; ends: two corners."""
+    """Spanning tree of the even cells, depth first, as minimax (Apache-2.0); ends: two corners."""
     n = (size + 1) // 2
     rng_tree, rng_corners = jax.random.split(rng)
     bits = jax.random.bits(rng_tree, (2 * n * n,), jnp.uint32)
@@ -475,8 +475,8 @@ def sample_perfect_maze(rng, size):
 
 
 def sample_kruskal_maze(rng, size):
-    """Spanning tree of the even cells by Kruskal's algorithm over shuffled edges, as dcd makes its
-    PerfectMazes: many short dead ends; start, goal: two corners."""
+    """Spanning tree of the even cells by Kruskal's algorithm over shuffled edges, as dcd's
+    MSTMazeEnv does (CC BY-SA 4.0; no code of it): short dead ends; start, goal: two corners."""
     n = (size + 1) // 2
     rng_tree, rng_corners = jax.random.split(rng)
     room = np.arange(n * n).reshape(n, n)
@@ -798,7 +798,7 @@ def teacher_step(rng, state, action):
 # --- drawing (NumPy, on the host)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tile(kind, direction, lit, size):
     """One cell as MiniGrid draws it, [size, size, 3] uint8, averaged from 3 x 3 as many pixels."""
     centre = (np.arange(3 * size) + 0.5) / (3 * size)

@@ -20,13 +20,18 @@ Shapes     T steps, N levels, E copies that play each level, B = N * E trajector
 
 import csv
 import importlib.util
+import inspect
 import itertools
 import json
 import math
 import os
+import platform
+import re
 import signal
 import sys
+import textwrap
 import time
+import zlib
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -41,7 +46,7 @@ import optax
 import tyro
 from flax import serialization, struct
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -102,7 +107,7 @@ class Config:
     devices: int = 0  # devices to use, on a CPU cores; 0: as many as deal evenly
     shard: Literal["", "seeds", "levels"] = ""  # what is dealt over them; "": seeds, if all deal
     distributed: str = ""  # one run in several processes: auto, as JAX finds them, or HOST:PORT,P,I
-    track: Literal["", "wandb", "trackio"] = ""  # where logs.csv goes as well
+    track: Literal["", "wandb", "trackio"] = ""  # gets logs.csv too; WANDB_PROJECT, WANDB_NAME win
 
 
 class Transition(NamedTuple):
@@ -321,10 +326,10 @@ def make_train(config, devices=1):
     devices: over how many, the mesh's axis "devices", the work of this training is split."""
     check(config)
     room = config.height * config.width - 2  # agent and goal need a cell each
-    demand(config.n_walls <= room, config, "n_walls", f"at most {room}")
+    demand(config.n_walls <= room, config, "n_walls height width", f"at most {room} walls")
     trajectories = config.num_envs * config.num_evals  # B
     fine = trajectories % config.num_minibatches == 0
-    demand(fine, config, "num_minibatches", f"a divisor of {trajectories}, the trajectories")
+    demand(fine, config, "num_minibatches num_envs num_evals", f"a divisor of {trajectories}")
     core = make_core(config.rnn, config.hidden_size, config.s5_layers, config.s5_norm)
     network = ActorCritic(core)
     mazes = maze_names(config.eval_suite)
@@ -530,14 +535,14 @@ def make_train(config, devices=1):
 
 
 # --- command line
-# The same in each file. A run is a list of rows: a seed and its swept values. One program trains
-# them all; every array of state is [R, ...], on any number of devices. Several processes
-# (--distributed) all do the same; only the first, 0, writes.
+# The same in each file. One program trains all rows (a seed, swept values); states are [R, ...].
 
 SCRIPT = Path(__file__).name
 FLOATS = [f.name for f in fields(Config) if f.type in (float, float | None)]
 maze_names = lambda suite: amaze.SUITES.get(suite) or [*dict.fromkeys(suite.split(","))]
+CACHE = "\n--FIELD: True, --no-FIELD: False. Compiled programs are in ~/.cache/amaze: delete freely"
 CURVES = "train_solve_rate", "eval_solve_rate"  # what curves.png and the progress bar show
+CLEANRL = {"learning_rate": "lr", "total_timesteps": "num_updates", "clip_coef": "clip_eps"}
 gather = partial(multihost_utils.process_allgather, tiled=True)  # whole, in each process
 ALLOWED = {  # of a field or a teacher_field
     "at least 0": (lambda v: v >= 0, """lr ent_coef vf_coef n_walls num_edits eval_interval seed
@@ -555,15 +560,13 @@ ALLOWED = {  # of a field or a teacher_field
 }  # fmt: skip
 FREE = """resume out devices shard seeds_at_once distributed track checkpoint_interval
     archive_interval plot_interval""".split()  # may differ when a run is resumed
+BadConfig = type("BadConfig", (ValueError,), {})  # one line: fields, values, what is allowed
 
 
-class BadConfig(ValueError):
-    """One line: the field, its value, what is allowed."""
-
-
-def demand(fine, config, name, allowed):
+def demand(fine, config, names, allowed):
     if not fine:
-        raise BadConfig(f"{name} = {getattr(config, name)!r}: allowed is {allowed}")
+        values = ", ".join(f"{name} = {getattr(config, name)!r}" for name in names.split())
+        raise BadConfig(f"{values}: allowed is {allowed}")
 
 
 def check(config):
@@ -575,17 +578,18 @@ def check(config):
         if f.type in (int, int | None):
             demand(isinstance(value, int) and abs(value) < 2**31, config, f.name, "a 32-bit int")
         for allowed, (test, names) in ALLOWED.items():
-            other = f.name.removeprefix("teacher_") not in names.split()
-            demand(other or isinstance(value, jax.Array) or test(value), config, f.name, allowed)
+            if f.name.removeprefix("teacher_") in names.split():
+                demand(isinstance(value, jax.Array) or test(value), config, f.name, allowed)
 
 
 def make_rows(config):
-    """The rows: a dict of seed and swept floats for each; every point of a sweep has all seeds.
-    The points are a grid of `lr=1e-4,3e-4` and `lr=log:1e-5:1e-3:8`, or sweep_random ones drawn."""
+    """The rows: a dict of seed and swept floats for each; every point of a sweep has all seeds."""
     rng, swept, number = np.random.default_rng(config.seed), {}, config.sweep_random
     demand(config.sweep or not number, config, "sweep_random", "0 without --sweep")
     for sweep in config.sweep:
         name, _, text = sweep.partition("=")
+        allowed = f"NAME=..., NAME a float: {', '.join(FLOATS)}, each once; not {name!r} (else"
+        demand(name in {*FLOATS} - {*swept}, config, "sweep", f"{allowed} a run for each value)")
         try:
             if text.startswith("log:"):
                 low, high, steps = text[4:].split(":")
@@ -594,11 +598,9 @@ def make_rows(config):
             else:
                 values = np.array(text.split(","), float)
                 drawn = rng.choice(values, number)
-            swept[FLOATS[FLOATS.index(name)]] = (drawn if number else values).tolist()
         except (ValueError, ArithmeticError, IndexError):
-            allowed = f"NAME=0.1,0.2 or NAME=log:0.01:0.1:8, NAME a float: {', '.join(FLOATS)}"
-            demand(False, config, "sweep", f"{allowed}; for other fields, a run for each value")
-    demand(len(swept) == len(config.sweep), config, "sweep", "each field once")
+            demand(False, config, "sweep", f"{name}=0.1,0.2 or {name}=log:0.01:0.1:8, not {text!r}")
+        swept[name] = (drawn if number else values).tolist()
     combine = zip if number else itertools.product
     points = [dict(zip(swept, x)) for x in dict.fromkeys(combine(*swept.values()))]
     for point in points:
@@ -620,10 +622,8 @@ def choose_devices(config, num_rows):
 
 
 def make_programs(config, num_rows, devices, shard):
-    """init, update(steps) and show of all rows, (step, rows [R], states [R, ...]) -> states, what
-    is shown [R, ...], and their sharding. Each is traced once, and so for given steps."""
-    shares = len(devices) if shard == "levels" else 1
-    spec = PartitionSpec() if shard == "levels" else PartitionSpec("devices")
+    """Of all rows init, update(steps), show: step, rows [R], states [R, ...] -> states, shown."""
+    shares, spec = (len(devices), P()) if shard == "levels" else (1, P("devices"))
     sharding = NamedSharding(Mesh(devices, ("devices",)), spec)
     here = num_rows * shares // len(devices)  # rows on a device
     at_once = min(config.seeds_at_once or here, here)
@@ -632,17 +632,14 @@ def make_programs(config, num_rows, devices, shard):
 
     def program(function, **options):
         def of_row(step, row, state):
-            floats = {name: value for name, value in row.items() if name != "seed"}
-            train = make_train(replace(config, **floats), shares)
+            train = make_train(replace(config, **{k: row[k] for k in row if k != "seed"}), shares)
             if state is not None:  # step is the same for all rows, so that lax.cond stays a branch
                 state = state.replace(step=step, rng=jax.random.wrap_key_data(state.rng))
             state, shown = function(train, row["seed"], state)
             return state and state.replace(step=None, rng=jax.random.key_data(state.rng)), shown
 
-        def of_rows(step, rows, states):
-            return jax.lax.map(lambda x: of_row(step, *x), (rows, states), batch_size=at_once)
-
-        specs = dict(in_specs=(PartitionSpec(), spec, spec), out_specs=spec, check_vma=False)
+        of_rows = lambda step, *x: jax.lax.map(lambda x: of_row(step, *x), x, batch_size=at_once)
+        specs = dict(in_specs=(P(), spec, spec), out_specs=spec, check_vma=False)
         sharded = jax.shard_map(of_rows, mesh=sharding.mesh, **specs)
         return jax.jit(sharded, out_shardings=sharding, **options)
 
@@ -664,19 +661,6 @@ def write(path, save):
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def log_rows(config, rows, chunk, step, seconds):
-    """A dict for each row of logs.csv: means over a chunk [R, steps], counters as they stand.
-    Blank: not measured (NaN). nan: measured and not finite (inf)."""
-    for i, row in enumerate(rows):
-        values = {name: x[i][~np.isnan(x[i])] for name, x in chunk.items()}
-        learned, played = (int(values.pop(name)[-1]) for name in ("grad_updates", "rollouts"))
-        played *= config.num_envs * config.num_evals * config.num_steps
-        mean = lambda x: f"{x.mean(dtype=float):.7g}" if np.isfinite(x).all() else "nan"
-        means = {name: mean(x) if x.size else "" for name, x in values.items()}
-        counters = {"update": step, "grad_updates": learned, "env_steps": played}
-        yield counters | row | {"seconds": f"{seconds:.1f}"} | means | row
 
 
 def plot_curves(folder, swept):
@@ -709,8 +693,7 @@ def open_run(config, metrics):
     other = ", ".join(sorted({*metrics} ^ {*checkpoint["metrics"]}))
     demand(not other, config, "out", f"with --resume, a run with the same metrics; not so: {other}")
     if not jax.process_index():
-        fresh = config.resume or not any(folder.glob("*"))
-        demand(fresh, config, "out", "a new or empty folder; --resume goes on with a run")
+        demand(config.resume or not any(folder.glob("*")), config, "out", "a new one, or --resume")
         try:
             (folder / "levels").mkdir(parents=True, exist_ok=config.resume)
         except OSError as error:
@@ -724,6 +707,8 @@ def run(config):
     """Train all rows: chunks of log_interval updates; between them logs, checkpoints, pictures."""
     rows, first = make_rows(config), jax.process_index() == 0
     say = tqdm.write if first else lambda line: None  # above the progress bar
+    if config.fast and (getattr(config, "parallel", False) or not getattr(config, "robust", True)):
+        say("--fast was tuned for the serial, robust mode, not for this one")
     devices, shard = choose_devices(config, len(rows))
     init, update, show, sharding = make_programs(config, len(rows), devices, shard)
     table = jax.device_put({k: np.array([row[k] for row in rows]) for k in rows[0]}, sharding)
@@ -735,15 +720,14 @@ def run(config):
     step, seconds, saved = last["step"], last["seconds"], last["state"]
     saved = saved and serialization.from_state_dict(state, saved)
     state = jax.device_put(saved or init(0, table, None)[0], sharding)
-    trackers = []
+    stop, ended, trackers, diverged, programs, shown = [], 0, [], set(), {}, {}
     for i, row in enumerate(rows if config.track and first else []):
-        about = dict(project=SCRIPT, group=folder.name, name=f"{folder.name}-{i}")
-        about |= dict(reinit="create_new", dir=folder) if config.track == "wandb" else {}
-        library = importlib.import_module(config.track)
-        trackers.append(library.init(config=asdict(config) | row, **about))
+        about = dict(reinit="create_new", dir=folder) if config.track == "wandb" else {}
+        about |= dict(group=folder.name, name=f"{os.environ.get('WANDB_NAME', folder.name)}-{i}")
+        about |= dict(project=os.environ.get("WANDB_PROJECT", SCRIPT), config=asdict(config) | row)
+        trackers.append(importlib.import_module(config.track).init(**about))
     if first and (folder / "logs.csv").exists():  # nothing can be refused any more
         os.truncate(folder / "logs.csv", last["log_bytes"])
-    stop, ended, diverged, programs, shown = [], 0, set(), {}, {}
     for number in (signal.SIGINT, signal.SIGTERM):  # a second one ends at once
         signal.signal(number, lambda n, _: stop.append(n) or signal.signal(n, signal.SIG_DFL))
     where = f"{len(devices)} x {devices[0].device_kind}, dealt by {shard}"
@@ -759,7 +743,7 @@ def run(config):
             write(path, lambda file: file.write(serialization.msgpack_serialize(data)))
 
     bar = tqdm(initial=step, total=config.num_updates, unit="update", disable=not first)
-    with open(folder / "logs.csv" if first else os.devnull, "a", newline="") as log, bar:
+    with open(folder / "logs.csv" if first else os.devnull, "a", 1, newline="") as log, bar:
         while step < config.num_updates and not ended:
             before, steps = step, min(config.log_interval, config.num_updates - step)
             if steps not in programs:
@@ -770,12 +754,18 @@ def run(config):
             state, chunk = jax.block_until_ready(programs[steps](step, table, state))
             step, seconds, chunk = step + steps, seconds + time.time() - started, gather(chunk)
             ended = int(gather(np.array([stop[0] if stop else 0])).max())  # by a signal to anyone
-            lines = list(log_rows(config, rows, chunk, step, seconds))
+            lines = []
+            for i, row in enumerate(rows):  # means over the chunk; blank: NaN, nan: not finite
+                values = {name: x[i][~np.isnan(x[i])] for name, x in chunk.items()}
+                learned, played = (int(values.pop(x)[-1]) for x in ("grad_updates", "rollouts"))
+                played *= config.num_envs * config.num_evals * config.num_steps
+                mean = lambda x: f"{x.mean(dtype=float):.7g}" if np.isfinite(x).all() else "nan"
+                means = {name: mean(x) if x.size else "" for name, x in values.items()}
+                counters = {"update": step, "grad_updates": learned, "env_steps": played}
+                lines.append(counters | row | {"seconds": f"{seconds:.1f}"} | means | row)
             writer = csv.DictWriter(log, lines[0])
-            if log.tell() == 0:
-                writer.writeheader()
+            log.tell() or writer.writeheader()
             writer.writerows(lines)
-            log.flush()
             for tracker, line in zip(trackers, lines):
                 tracker.log({name: float(x) for name, x in line.items() if x != ""}, step=step)
             shown |= {name: lines[0][name] for name in CURVES if lines[0].get(name)}
@@ -807,26 +797,31 @@ def run(config):
 
 def parse(arguments):
     """The command line; on --resume, what is not given there comes from the run's config.json."""
-    if {"-h", "--help"} & {*arguments}:
-        print(__doc__)  # as it stands
-    options = dict(args=arguments, description="", config=(tyro.conf.UseAppendAction,))
-    config = tyro.cli(Config, **options)
+    for name in {x[2:].split("=")[0].replace("-", "_") for x in arguments} & CLEANRL.keys():
+        raise BadConfig(f"--{name}: did you mean --{CLEANRL[name]}?".replace("_", "-"))
+    given = [x for x in arguments if x not in ("-h", "--help")]
+    read = partial(tyro.cli, Config, args=given, config=(tyro.conf.UseAppendAction,))
+    config = read()
+    config = read(default=Config(**FAST)) if config.fast and not config.resume else config
+    if given != arguments:  # Config's text, with the values that the fields have now
+        flag = lambda x: f"  --{x[1].replace('_', '-')} {getattr(config, x[1])!r}".ljust(31)
+        kind = lambda x: str(Config.__annotations__[x[1]]).partition("Literal")[2]  # its choices
+        row = lambda x: textwrap.fill(f"{flag(x)} {x[2]} {kind(x)}", 80, subsequent_indent=32 * " ")
+        text = re.sub(r"(?m)^ +(\w+): .*  # (.*)", row, inspect.getsource(Config).split("\n\n")[1])
+        sys.exit(print(__doc__, text.replace("    # ", "\n"), CACHE, sep="\n"))
     if not config.resume:
-        return tyro.cli(Config, default=Config(**FAST), **options) if config.fast else config
+        return config
     path = Path(config.out) / "config.json"
-    demand(config.out and path.exists(), config, "out", "with --resume, the folder of a run")
+    demand(config.out and path.exists(), config, "out", "the folder of a run, to --resume it")
     stored = json.loads(path.read_text())
     fine = stored.pop("script") == SCRIPT and {*stored} <= {f.name for f in fields(Config)}
-    demand(fine, config, "out", f"with --resume, a run of {SCRIPT} as it stands")
+    demand(fine, config, "out", f"a run of {SCRIPT} as it stands, to --resume it")
     stored = Config(**stored | {"sweep": tuple(stored["sweep"]), "distributed": config.distributed})
-    again = () if config.sweep else stored.sweep  # given again, --sweep must be the same
-    config = tyro.cli(Config, default=replace(stored, sweep=again), **options)
-    for f in fields(Config):
-        value, new = getattr(stored, f.name), getattr(config, f.name)
-        longer = f.name == "num_updates" and new > value and not config.anneal_lr
-        same = f.name in FREE or new == value or longer
-        or_more = ", or more if lr is not annealed" if f.name == "num_updates" else ""
-        demand(same, config, f.name, f"{value!r}, as in the run to resume{or_more}")
+    config = read(default=replace(stored, sweep=() if config.sweep else stored.sweep))
+    longer = config.num_updates > stored.num_updates and not config.anneal_lr
+    for name, value in asdict(stored).items():
+        fine = name in FREE or getattr(config, name) == value or longer and name == "num_updates"
+        demand(fine, config, name, f"{value!r}, as in the run to resume, or longer if not annealed")
     return config
 
 
@@ -837,14 +832,24 @@ def main():
         config = parse(sys.argv[1:])
         check(config)
         by_user = jax.config.jax_num_cpu_devices, "device_count" in os.environ.get("XLA_FLAGS", "")
+        info, root = Path("/proc/cpuinfo"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        text = info.read_text() if info.exists() else f"flags {platform.platform()}"
+        cpu = str(re.findall("(?m)^(?:model name|flags|Features).*", text)[:2]).encode()
+        kept = Path(root, f"amaze/jax-{jax.__version__}-{zlib.crc32(cpu):08x}").expanduser()
+        try:  # for each kind of CPU apart: code for another may crash
+            if jax.config.jax_compilation_cache_dir is None:  # else it is the user's
+                kept.mkdir(parents=True, exist_ok=True)
+                (kept / "writable").touch()
+                jax.config.update("jax_compilation_cache_dir", str(kept))
+        except OSError as error:
+            print(f"warning: compiled programs are not kept: {error}", file=sys.stderr)
         address, *numbers = config.distributed.split(",")
         try:
             if by_user == (-1, False) and config.devices != 1:
                 cores = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count()))(0)
                 jax.config.update("jax_num_cpu_devices", len(cores))
             numbers = () if address == "auto" else (address, *map(int, numbers))
-            if address:
-                jax.distributed.initialize(*numbers, heartbeat_timeout_seconds=30)
+            address and jax.distributed.initialize(*numbers, heartbeat_timeout_seconds=30)
         except (ValueError, RuntimeError) as error:
             allowed = f"auto, or HOST:PORT,PROCESSES,NUMBER ({str(error).splitlines()[0]})"
             demand(not config.distributed, config, "distributed", allowed)
@@ -867,6 +872,6 @@ if __name__ == "__main__":
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["jax>=0.10", "jaxlib>=0.10", "flax>=0.12", "optax>=0.2.5", "distrax>=0.1.8",
-#                 "numpy>=2.0", "matplotlib>=3.9", "tyro>=0.9", "tqdm>=4.66"]
+# dependencies = ["jax>=0.10", "flax>=0.12", "optax>=0.2.5", "distrax>=0.1.8", "numpy>=2.0",
+#                 "matplotlib>=3.9", "tyro>=0.9", "tqdm>=4.66"]
 # ///

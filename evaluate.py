@@ -23,6 +23,7 @@ they hold the truth 85 times in 100, with fewer than 3 there are none. Sampled l
 
 Random numbers come from --seed, the training's seed, the maze's name, the episode's number and the
 time step: devices, --batch-size and what else is evaluated change results by rounding only.
+Compiled programs stay in ~/.cache/amaze; delete it freely.
 
 Shapes     A agents (a run's seeds, times students), M mazes, E episodes on each, G = M * E,
            P players (agents, times the parts of their episodes), W lanes of each,
@@ -36,6 +37,7 @@ import io
 import json
 import math
 import os
+import platform
 import re
 import sys
 import zlib
@@ -716,6 +718,17 @@ def main():
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         jax.config.update("jax_num_cpu_devices", cores)
     try:
+        info, root = Path("/proc/cpuinfo"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        text = info.read_text() if info.exists() else f"flags {platform.platform()}"
+        cpu = str(re.findall("(?m)^(?:model name|flags|Features).*", text)[:2]).encode()
+        kept = Path(root, f"amaze/jax-{jax.__version__}-{zlib.crc32(cpu):08x}").expanduser()
+        try:  # for each kind of CPU apart: code for another may crash
+            if jax.config.jax_compilation_cache_dir is None:  # else it is the user's
+                kept.mkdir(parents=True, exist_ok=True)
+                (kept / "writable").touch()
+                jax.config.update("jax_compilation_cache_dir", str(kept))
+        except OSError as error:
+            print(f"warning: compiled programs are not kept: {error}", file=sys.stderr)
         refused = evaluate(args)
     except (Refused, OSError) as error:
         refused = [str(error)]
@@ -730,6 +743,6 @@ if __name__ == "__main__":
 # What `uv run` installs
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["jax>=0.10", "jaxlib>=0.10", "flax>=0.12", "optax>=0.2.5", "distrax>=0.1.8",
-#                 "numpy>=2.0", "matplotlib>=3.9", "tyro>=0.9", "tqdm>=4.66"]
+# dependencies = ["jax>=0.10", "flax>=0.12", "optax>=0.2.5", "distrax>=0.1.8", "numpy>=2.0",
+#                 "matplotlib>=3.9", "tyro>=0.9", "tqdm>=4.66"]
 # ///

@@ -53,7 +53,8 @@ STEP = {"floats": 0.5, "loss": 0.3}  # standard deviation in the first generatio
 
 # The hack: a copy of dr.py whose value loss is a network, with parameters that ride in Config.
 HACK = {
-    "    vf_coef: float": "    value_net: jax.Array | None = None  # the value loss\n    vf_coef: float",
+    "    vf_coef: float":
+        "    value_net: jax.Array | None = None  # the value loss\n    vf_coef: float",
     "        clipped_value = near(value, batch.value)\n": "",
     "jnp.maximum((value - target) ** 2, (clipped_value - target) ** 2)":
         "value_loss(config.value_net, value - target, value - batch.value)",
@@ -173,7 +174,7 @@ def evolve(options, size):
         if options.resume and before != chosen:
             sys.exit(f"{kept}: of a search with {before}, not {chosen}")
         with open(table, newline="") as file:
-            rows = [row for row in csv.reader(file)][1:][:generation]
+            rows = list(csv.reader(file))[1:][:generation]
     elif kept.exists():
         sys.exit(f"{kept}: exists; --resume goes on with it, or choose another --out")
     scores = make_scores(hacked() if options.what == "loss" else dr, size)

@@ -39,7 +39,7 @@ def launch(tmp):
         (tmp / "unasked").mkdir(exist_ok=True)
         (tmp / "unasked" / f"{name}.py").write_text(f"raise SystemExit('{name} is imported')")
 
-    def launch(*args, devices=1, script=ROOT / "dr.py", env={}, before="", cwd=tmp):
+    def launch(*args, devices=1, script=ROOT / "dr.py", env=(), before="", cwd=tmp):
         flags = os.environ["XLA_FLAGS"]
         flags += f" --xla_force_host_platform_device_count={devices}" if devices else ""
         defaults = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
@@ -49,7 +49,7 @@ def launch(tmp):
             with lock:  # tests start two at a time
                 servers[:] = servers or [Server(tmp, defaults)]
             return servers[0].start([*map(str, [script, *args])], defaults, cwd)
-        env, command = defaults | env, [sys.executable, *map(str, [script, *args])]
+        env, command = defaults | dict(env), [sys.executable, *map(str, [script, *args])]
         if before:
             before = f"import os, sys; {before}; os.execv(sys.executable, sys.argv[1:])"
             command = [sys.executable, "-c", before, *command]

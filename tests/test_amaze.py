@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections import Counter
-from functools import lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -48,7 +48,7 @@ def row(tree, i):
     return jax.tree.map(lambda x: x[i], tree)
 
 
-@lru_cache(maxsize=None)
+@cache
 def batch_sampler(n_walls, height, width):
     return optimised(jax.vmap(lambda rng: amaze.sample_level(rng, n_walls, height, width)))
 
@@ -166,11 +166,11 @@ def test_equals_minigrid(height, width, n_walls, count):
     ends = Counter()
     for i in range(count):
         env = Copy(row(host(levels), i), int(max_steps[i]), bool(see[i]))
-        theirs, _ = env.reset()
+        (theirs, _), terminated, truncated = env.reset(), False, False
         for t in range(251):
             assert np.array_equal(obs.image[i, t], theirs["image"]), (i, t)
             assert obs.direction[i, t] == theirs["direction"]
-            if t and (terminated or truncated):
+            if terminated or truncated:
                 break
             theirs, reward, terminated, truncated, _ = env.step(actions[i, t])
             assert rewards[i, t] == pytest.approx(reward, abs=1e-6)
@@ -474,7 +474,7 @@ def test_malformed_text(text, message):
 # --- test mazes
 
 
-@lru_cache(maxsize=None)
+@cache
 def sampled(name, count):
     return host(optimised(jax.vmap(amaze.TEST_MAZES[name].sample))(keys(10, count)))
 
@@ -638,7 +638,7 @@ def room_graph(parents, n):
 
 
 def plain_prim(grid):
-    """{tree: probability}: from room 0 on each edge that leaves the tree is as likely to join it."""
+    """{tree: probability}: from room 0 on each edge that leaves the tree may join, all alike."""
     trees = {frozenset(): 1.0}
     for _ in range(len(grid) - 1):
         larger = Counter()
@@ -655,7 +655,8 @@ def plain_spanning_trees(grid):
 
 
 @pytest.mark.parametrize("sample, plain, count", [
-    (amaze.sample_prim_tree, plain_prim, 192), (amaze.sample_wilson_tree, plain_spanning_trees, 192)])
+    (amaze.sample_prim_tree, plain_prim, 192),
+    (amaze.sample_wilson_tree, plain_spanning_trees, 192)])
 def test_trees_have_the_exact_distribution(sample, plain, count):
     """All spanning trees of 3 x 3 rooms, with their probabilities."""
     grid = nx.convert_node_labels_to_integers(nx.grid_2d_graph(3, 3), ordering="sorted")
@@ -713,7 +714,7 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_families(name):
-    """1,000 levels are valid and none has a fixed maze's walls; a part is compared with networkx."""
+    """1,000 levels are valid, none has a fixed maze's walls; a part is compared with networkx."""
     maze, levels = amaze.TEST_MAZES[name], sampled(name, 1000)
     solution, i = host(solve_batch(levels)), np.arange(1000)
     assert levels.wall_map.shape == (1000, 13, 13) and maze.see_through_walls
@@ -915,7 +916,7 @@ def test_plot_levels(tmp_path):
 
 def run_amaze(*args, typed=""):
     return subprocess.run([sys.executable, str(ROOT / "amaze.py"), *args], input=typed, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=120)
+                          capture_output=True, timeout=120)
 
 
 @pytest.mark.slow

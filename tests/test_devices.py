@@ -17,7 +17,7 @@ from runs import contents, finish, interrupt, last_update, leaves, load, rewind,
 
 sys.path.insert(0, str(ROOT))
 
-import dr  # noqa: E402
+import dr
 
 ROWS = [0, 1, 2, 3]
 BUFFER = "--eval-interval 0 --buffer-size 24 --min-fill 0.5 --replay-prob 0.5"
@@ -43,7 +43,7 @@ def start_together(launch, *args, **options):
     """Two processes of two devices each that make one run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = "127.0.0.1:%d" % free.getsockname()[1]
+        address = f"127.0.0.1:{free.getsockname()[1]}"
     one = lambda i: launch(*args, "--distributed", f"{address},2,{i}", devices=2, **options)
     return [one(0), one(1)]
 

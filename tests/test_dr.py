@@ -58,7 +58,8 @@ def numbers(tree):
 def program(function, config=SMALL):
     """`init`, or `update` of a number of steps, compiled."""
     train = dr.make_train(config)
-    return jax.jit(train.init if function == "init" else lambda state: train.update(state, function))
+    update = lambda state: train.update(state, function)
+    return jax.jit(train.init if function == "init" else update)
 
 
 def start(config=SMALL):
@@ -142,9 +143,9 @@ def flax_lstm(carry, x, is_first, w, b):
     for gate, w_x, w_h, bias in zip("ifgo", *parts):
         params |= {f"i{gate}": {"kernel": w_x.T}, f"h{gate}": {"kernel": w_h.T, "bias": bias}}
     hs = []
-    for x, first in zip(x, is_first):
+    for x_t, first in zip(x, is_first):
         carry = jax.tree.map(lambda x: jnp.where(first[:, None], 0.0, x), carry)
-        carry, h = nn.LSTMCell(H).apply({"params": params}, carry, x)
+        carry, h = nn.LSTMCell(H).apply({"params": params}, carry, x_t)
         hs.append(h)
     return carry, jnp.stack(hs)
 
@@ -192,7 +193,8 @@ def test_lstm_and_its_gradient_equal_flax_and_autodiff(I):
     by_hand, autodiff = jax.jit(with_gradient(dr.lstm)), jax.jit(with_gradient(flax_lstm))
     rows = [core_inputs(4, seed, I=I) for seed in range(3)]
     rows = [(carry, x, w, b, is_first) for carry, x, is_first, w, b in rows]
-    together = jax.jit(jax.vmap(with_gradient(dr.lstm)))(*jax.tree.map(lambda *x: np.stack(x), *rows))
+    stacked = jax.tree.map(lambda *x: np.stack(x), *rows)
+    together = jax.jit(jax.vmap(with_gradient(dr.lstm)))(*stacked)
     for i, row in enumerate(rows):
         expected = autodiff(*row)
         assert close(by_hand(*row), expected)
@@ -475,7 +477,8 @@ def test_annealed_lr_and_adam_by_hand():
         step = mu / (1 - 0.9 ** (i + 1)) / (np.sqrt(nu / (1 - 0.999 ** (i + 1))) + 1e-5)
         state, metrics = program(1, config)(state)
         lr = config.lr * (1 - i / 4)
-        assert close(metrics["current_lr"], [lr], 1e-7) and close(metrics["grad_norm"], [norm], 1e-3)
+        assert close(metrics["current_lr"], [lr], 1e-7)
+        assert close(metrics["grad_norm"], [norm], 1e-3)
         assert close(metrics["param_norm"], [np.linalg.norm(flat(state.student.params))])
         stats = plain_stats(*map(np.asarray, (batch.reward, batch.done)))
         assert close([metrics[f"train_{name}"][0] for name in stats], [*stats.values()])
@@ -641,8 +644,9 @@ def test_unsolvable_share_is_of_the_level_that_each_transition_was_played_on(max
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(n_walls=24), "n_walls = 24: allowed is at most 23"),
-    (dict(num_minibatches=3), "num_minibatches = 3: allowed is a divisor of 8, the trajectories"),
+    (dict(n_walls=24), "n_walls = 24, height = 5, width = 5: allowed is at most 23 walls"),
+    (dict(num_minibatches=3),
+     "num_minibatches = 3, num_envs = 4, num_evals = 2: allowed is a divisor of 8"),
 ])  # fmt: skip
 def test_bad_combinations(changes, words):
     with pytest.raises(dr.BadConfig) as error:

@@ -15,9 +15,9 @@ from PIL import Image
 from runs import ROOT, SHORT, assert_equal, copy, load, rewind, table
 
 sys.path.insert(0, str(ROOT))
-import evaluate  # noqa: E402
-import line  # noqa: E402
-import plr  # noqa: E402
+import evaluate
+import line
+import plr
 
 CHANGES = {
     "import amaze\n": "import line as amaze\n",
@@ -45,11 +45,11 @@ MORE = {"dr": [], "plr": REPLAY, "accel": [*REPLAY, "--num-edits", "2"],
                "--score-interval 4".split()}  # fmt: skip
 
 
-def line_script(folder, name, changes={}):
+def line_script(folder, name, changes=()):
     """The copy, beside its environment."""
     shutil.copy(ROOT / "tests/line.py", folder)
     walls = next(x for x in (ROOT / f"{name}.py").read_text().splitlines() if " n_walls: " in x)
-    return copy(folder, f"line_{name}", {f"{walls}\n": "", **CHANGES, **changes}, f"{name}.py")
+    return copy(folder, f"line_{name}", {f"{walls}\n": "", **CHANGES, **dict(changes)}, f"{name}.py")
 
 
 def module_of(path):

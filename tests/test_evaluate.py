@@ -399,7 +399,7 @@ def test_the_worst_are_those_of_the_published_protocol(tmp_path, capsys, monkeyp
     for _ in range(1000):
         found, reported = rng.binomial(10, rates, (2, levels)) / 10
         order = np.argsort(found + 0.05 * rng.random(levels))
-        for (name, share), means in zip(evaluate.WORST.items(), drawn.values()):
+        for share, means in zip(evaluate.WORST.values(), drawn.values()):
             means.append(reported[order[: round(share * levels)]].mean())
 
     agents = [{"seed": i, "agent": "student"} for i in range(100)]
@@ -835,6 +835,7 @@ except SystemExit:
 def test_help_shows_the_docstring_as_it_stands(train):
     out = train("--help", script=ROOT / "evaluate.py")
     assert out.startswith(evaluate.__doc__) and out.count("Shapes ") == 1 and "--batch-size" in out
+    assert "~/.cache/amaze" in out
 
 
 def test_inline_metadata_is_the_requirements():

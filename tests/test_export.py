@@ -41,9 +41,9 @@ def test_programs_lower_for_accelerators(name, monkeypatch):
     table = {"seed": np.array([row["seed"] for row in rows])}
     state = jax.eval_shape(init, 0, table, None)[0]
     programs = {"init": (init, None), "update": (update(config.log_interval), state)}
-    for what, (program, state) in (programs | {"show": (show, state)}).items():
+    for what, (program, states) in (programs | {"show": (show, state)}).items():
         for platform, needed in QR.items():
-            exported = jax.export.export(program, platforms=[platform])(0, table, state)
+            exported = jax.export.export(program, platforms=[platform])(0, table, states)
             text = str(exported.mlir_module())
             called = {*re.findall(r"custom_call\W+(\w+)", text)}
             assert called == (needed if what == "init" else set()), (what, platform)

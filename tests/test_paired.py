@@ -4,7 +4,7 @@ import inspect
 import sys
 from collections import defaultdict
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -41,7 +41,7 @@ def part(train, name):
     return inspect.getclosurevars(cycle).nonlocals[name]
 
 
-@lru_cache(maxsize=None)
+@cache
 def compiled_init():
     return jax.jit(make_train(SMALL).init)
 
@@ -55,7 +55,7 @@ def one_cycle(state, floats):
     return make_train(replace(SMALL, **floats)).update(state, 1)
 
 
-@lru_cache(maxsize=None)
+@cache
 def compiled_cycle():
     """one_cycle, which also records what every call of paired.gae is given."""
     records = defaultdict(list)
@@ -74,7 +74,7 @@ def compiled_cycle():
     return program, floats, records
 
 
-@lru_cache(maxsize=None)
+@cache
 def recorded():
     """Two cycles: the designs shown before the second, its records, and the states around it."""
     program, floats, records = compiled_cycle()
@@ -356,13 +356,14 @@ def test_modes_run(mode, students, prefixes, cores):
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(num_students=1), "num_students = 1: allowed is 2 with regret paired"),
-    (dict(num_students=3), "num_students = 3: allowed is 2 with regret paired"),
-    (dict(regret="population", num_students=1), "2 or more with regret population"),
+    (dict(num_students=1), "num_students = 1, regret = 'paired': allowed is 2"),
+    (dict(num_students=3), "num_students = 3, regret = 'paired': allowed is 2"),
+    (dict(regret="population", num_students=1),
+     "num_students = 1, regret = 'population': allowed is 2 or more"),
     (dict(regret="minimax", num_students=0), "num_students = 0: allowed is at least 1"),
     (dict(regret="flexible"), "paired | population | minimax"),
-    (dict(num_minibatches=16), "num_minibatches = 16: allowed is a divisor of 8"),
-    (dict(n_walls=11), "n_walls = 11: allowed is at most 10"),
+    (dict(num_minibatches=16), "num_minibatches = 16, num_envs = 8: allowed is a divisor"),
+    (dict(n_walls=11), "n_walls = 11, height = 3, width = 4: allowed is at most 10"),
     (dict(teacher_gamma=1.5), "teacher_gamma = 1.5: allowed is from 0 to 1"),
     (dict(teacher_filters=0), "teacher_filters = 0: allowed is at least 1"),
     (dict(teacher_lr=-1.0), "teacher_lr = -1.0: allowed is at least 0"),

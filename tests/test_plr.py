@@ -257,11 +257,11 @@ def initial(module, seed=3, **changes):  # with which mazes are solved from the 
     return jax.jit(program(module, **changes)[0].init)(jax.random.key(seed))
 
 
-def play(module, cycles, state=None, floats={}, **changes):
+def play(module, cycles, state=None, floats=(), **changes):
     """That many cycles of a training, from its start or a state."""
     state, history = state or initial(module, **changes), []
     for _ in range(cycles):
-        history.append(program(module, **changes)[1](state, **floats))
+        history.append(program(module, **changes)[1](state, **dict(floats)))
         state = history[-1].after
     return history
 
@@ -521,7 +521,7 @@ def test_a_level_without_a_finished_episode_changes_no_score():
 
 
 def test_find():
-    buffer, (levels, codes) = empty_buffer(plr, K), world()
+    buffer, (_, codes) = empty_buffer(plr, K), world()
     buffer = buffer._replace(code=codes[:K], scored=np.arange(K) % 2 == 0)
     expected = [i if i % 2 == 0 else K for i in range(K)] + [K] * 3
     assert equal(jax.jit(plr.find)(buffer, codes[: K + 3]), np.array(expected))

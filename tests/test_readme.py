@@ -1,4 +1,4 @@
-"""The recipes of README and examples: each diff is applied to a copy of its script, which then trains."""
+"""Recipes of README and examples: each diff changes a copy of its script, which trains."""
 
 import importlib.util
 import re
@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 README = (ROOT / "README.md").read_text()
 read = lambda name: (ROOT / "examples" / name).read_text()
-SCORE, STUDENT, LEVELS = (re.search(r"--- (\w+\.py)\n(@@\n.*)", text, re.DOTALL).groups() for text in (
-    re.search(r"```diff\n(.*?)```", README, re.DOTALL)[1], read("attention.diff"), read("rows.diff")))
+DIFFS = *re.findall(r"(?s)```diff\n(.*?)```", README), read("attention.diff"), read("rows.diff")
+SCORE, STUDENT, LEVELS = (re.search(r"(?s)--- (\w+\.py)\n(@@\n.*)", x).groups() for x in DIFFS)
 TINY = """--height 5 --width 5 --n-walls 6 --max-steps 12 --num-envs 8 --num-steps 16 --lr 1e-2
     --hidden-size 16 --update-epochs 2 --eval-suite TrivialMaze --eval-episodes 2 --num-updates 6
     --log-interval 2 --devices 1""".split()

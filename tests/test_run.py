@@ -11,9 +11,12 @@ import struct
 import sys
 from ast import literal_eval
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 from unittest.mock import Mock
 
+import jax
 import numpy as np
 import pytest
 from runs import LONG, ROOT, SHORT, TINY, assert_close, assert_equal, contents, copy, interrupt
@@ -21,13 +24,13 @@ from runs import last_update, leaves, load, rewind, table
 
 sys.path.insert(0, str(ROOT))
 
-import dr  # noqa: E402
+import dr
 
 FIRST = "update grad_updates env_steps seed seconds".split()
 COLUMNS = """train_return train_solve_rate train_episode_length policy_loss value_loss total_loss
-    entropy approx_kl clip_fraction explained_variance grad_norm param_norm current_lr walls path_length
-    solvable optimal_return unsolvable_share eval_solve_rate eval_return eval_solve_rate/TrivialMaze
-    eval_return/TrivialMaze""".split()
+    entropy approx_kl clip_fraction explained_variance grad_norm param_norm current_lr walls
+    path_length solvable optimal_return unsolvable_share eval_solve_rate eval_return
+    eval_solve_rate/TrivialMaze eval_return/TrivialMaze""".split()
 LOSSES = "policy_loss value_loss total_loss entropy approx_kl grad_norm param_norm".split()
 
 
@@ -248,15 +251,23 @@ def test_bad_values(monkeypatch, capsys, tmp_path, args, field):
 def test_what_is_allowed_is_said(monkeypatch, capsys, tmp_path):
     cases = {
         "--eval-suite nowhere": "minimax",
-        "--n-walls 24": "at most 23",
+        "--n-walls 24": "height = 5, width = 5: allowed is at most 23",
+        "--num-envs 9 --num-minibatches 2": "num_envs = 9, num_evals = 1: allowed is a divisor",
         "--num-minibatches 3": "a divisor of 8",
         "--sweep num_envs=16,32": "a float: lr, gamma",
-        "--sweep rnn=lstm,gru": "a run for each value",
+        "--sweep gamma=0.9 --sweep rnn=lstm,gru": "not 'rnn' (else a run for each value)",
+        "--sweep gamma=0.9 --sweep lr=0.1,fast": "lr=log:0.01:0.1:8, not '0.1,fast'",
+        "--sweep lr=log:1:2": "not 'log:1:2'",
         "--gamma 1.1": "from 0 to 1",
+        "--resume --out /nowhere": "the folder of a run, to --resume it",
+        "--learning-rate 0.1": "dr.py: error: --learning-rate: did you mean --lr?",
+        "--total_timesteps=9": "--total-timesteps: did you mean --num-updates?",
+        "--clip-coef 0.1": "did you mean --clip-eps?",
     }
     for args, words in cases.items():
-        said = say(monkeypatch, capsys, *TINY, *args.split(), "--out", tmp_path / "run")
-        assert words in said[1]
+        said = say(monkeypatch, capsys, *TINY, "--out", tmp_path / "run", *args.split())
+        assert said[0] == 2 and words in said[1]
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("args", ["--rnn elman", "--num-envs 1.5", "--lr slow", "--shard all",
@@ -389,12 +400,127 @@ def test_resume_needs_a_run(monkeypatch, capsys, tmp_path, whole):
 def test_help_shows_the_docstring_as_it_stands(monkeypatch, capsys, name):
     module = importlib.import_module(name)
     status, said = say(monkeypatch, capsys, "--help", module=module)
-    assert status == 0 and module.__doc__.strip() in said and said.count(module.__doc__[:40]) == 1
-    plain = lambda text: re.sub(r"[\s│]", "", text)
+    assert not status and module.__doc__.strip() in said and said.count(module.__doc__[:40]) == 1
+    plain = lambda text: re.sub(r"\s", "", text)
     about = dict(re.findall(r"(?m)^    (\w+): .*  # (.*)", inspect.getsource(module.Config)))
     for field in fields(module.Config):
-        assert f"--{field.name.replace('_', '-')}" in said
         assert plain(about[field.name]) in plain(said), field.name
+        for choice in get_args(field.type) if get_origin(field.type) is Literal else ():
+            assert plain(repr(choice)) in plain(said)
+    assert "~/.cache/amaze" in said and "60,\n" not in said
+    assert max(map(len, said.partition(module.__doc__)[2].splitlines())) <= 95
+
+
+def listed(said):
+    """The fields and values of a help text."""
+    found = re.findall(r"(?m)^  --([a-z0-9-]+) (\(.*?\)|\S+)", said.partition("\nPPO")[2])
+    return {name.replace("-", "_"): literal_eval(value) for name, value in found if name}
+
+
+@pytest.mark.parametrize("name", ["dr", "plr", "accel", "paired", "sfl"])
+def test_help_shows_sections_and_the_values_that_will_be_used(monkeypatch, capsys, name):
+    module = importlib.import_module(name)
+    cases = [[], ["--fast"], ["--num-envs", "64", "--sweep", "lr=0.1"]]
+    cases += [["--parallel"], ["--no-robust"]] if hasattr(module, "PARALLEL") else []
+    for args in cases:
+        said = say(monkeypatch, capsys, *args, "--help", module=module)[1]
+        assert listed(said) == asdict(module.parse(args))
+    sections = re.findall(r"(?m)^    # (.*)", inspect.getsource(module.Config))
+    places = [said.index(f"\n\n{section}\n  --") for section in sections]
+    assert places == sorted(places) and "run" in sections
+    assert say(monkeypatch, capsys, "--resume", "--out", "/nowhere", "-h", module=module)[0] is None
+
+
+@pytest.mark.parametrize("name", ["plr", "accel"])
+@pytest.mark.parametrize("args", ["", "--fast", "--parallel", "--fast --parallel",
+                                  "--fast --no-robust"])  # fmt: skip
+def test_fast_says_for_which_modes_it_was_not_tuned(monkeypatch, capsys, name, args):
+    module = importlib.import_module(name)
+    monkeypatch.setattr(module, "make_programs", Mock(side_effect=module.BadConfig("enough")))
+    monkeypatch.setattr(module, "tqdm", Mock())
+    assert say(monkeypatch, capsys, *args.split(), module=module)[0] == 2
+    said = [call.args[0] for call in module.tqdm.write.mock_calls]
+    words = "--fast was tuned for the serial, robust mode, not for this one"
+    assert said == [words] * ("--fast " in args)
+
+
+# --- compiled programs, from one run to the next
+
+
+UNSET = "os.environ.pop('JAX_COMPILATION_CACHE_DIR')"
+
+
+def programs(folder):
+    """Of each kind of machine, the programs that are kept there."""
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*-cache")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["--seeds 2", "--shard levels"])
+def test_a_second_start_compiles_nothing_and_equals_the_first(tmp, train, options):
+    """Bit for bit, on two devices, resumed in the middle too; and one without a cache."""
+    folder = tmp / options.replace(" ", "_")
+    env, args = {"XDG_CACHE_HOME": str(folder / "user")}, [*SHORT, *options.split()]
+    start = partial(train, before=UNSET, devices=2)
+    start(*args, "--out", folder / "none", env=env | {"JAX_ENABLE_COMPILATION_CACHE": "false"})
+    assert not programs(folder)
+    start(*args, "--out", folder / "first", env=env)
+    kept = programs(folder / "user")
+    assert kept and len({path.parent for path in kept}) == 1
+    start(*args, "--out", folder / "second", env=env)
+    rewind(folder / "first", folder / "third", 8)
+    start("--resume", "--out", folder / "third", env=env)
+    assert programs(folder / "user") == kept
+    for name in ("first", "second", "third"):
+        assert_equal(folder / name, folder / "none")
+
+
+@pytest.mark.parametrize("name", ["dr", "evaluate"])
+def test_where_programs_are_kept(monkeypatch, tmp_path, capsys, name):
+    """In a folder for each kind of CPU; an unwritable one costs a line; the user's wins."""
+    module, own = importlib.import_module(name), jax.config.jax_compilation_cache_dir
+    info, update = tmp_path / "cpuinfo", partial(jax.config.update, "jax_compilation_cache_dir")
+    cpu = "processor\t: 0\nmodel name\t: {}\ncpu MHz\t\t: {}\nflags\t\t: {}\n\n"
+    replaced = {"/proc/cpuinfo": info}
+    monkeypatch.setattr(module, "Path", lambda *x: replaced.get(x[0]) or Path(*x))
+    monkeypatch.setattr(module, {"dr": "run"}.get(name, name), lambda _: sys.exit())
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def start(text, given=None):
+        info.write_text(text) if text else info.unlink(missing_ok=True)
+        update(given)
+        with pytest.raises(SystemExit) as error:
+            module.main()
+        assert not error.value.code
+        return jax.config.jax_compilation_cache_dir, capsys.readouterr().err
+
+    try:
+        assert start("", given="gs://mine") == ("gs://mine", "") and start("x", "") == ("", "")
+        assert not (tmp_path / ".cache").exists()
+        kinds = [("One", 1, "avx"), ("One", 2, "avx"), ("One", 1, "avx sse"), ("Two", 1, "avx")]
+        one, same, *others = (start(cpu.format(*kind))[0] for kind in kinds)
+        others += [start("Features\t: sve\n")[0], start("Features\t: neon\n")[0], start("")[0]]
+        assert one == same and len({one, *others}) == 6
+        for folder in (one, *others):
+            assert re.fullmatch(rf"jax-{jax.__version__}-[0-9a-f]{{8}}", Path(folder).name)
+            assert Path(folder).is_dir() and Path(folder).parent == tmp_path / ".cache/amaze"
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+        assert Path(start(cpu.format("One", 1, "avx"))[0]).parent == tmp_path / "xdg/amaze"
+        monkeypatch.setenv("XDG_CACHE_HOME", str(info))
+        kept, said = start("x")
+        assert kept is None and len(said.splitlines()) == 1
+        assert said.startswith("warning: compiled programs are not kept: ") and str(info) in said
+    finally:
+        update(own)
+
+
+def test_both_keep_programs_in_the_same_place():
+    block = r"(?ms)^        info, root = .*?file=sys.stderr\)$"
+    one, other = (re.findall(block, (ROOT / x).read_text()) for x in ("dr.py", "evaluate.py"))
+    assert one == other and len(one) == 1
 
 
 def test_an_error_without_a_file_is_said_as_it_is(monkeypatch, capsys):
@@ -597,14 +723,14 @@ def test_track_wandb(tmp, sweep, train):
     """A run for each row, in a group, with its configuration and its rows of logs.csv."""
     folder = tmp / "tracked"
     env = {f"WANDB_{x}_DIR": str(tmp / "wandb") for x in ("CONFIG", "CACHE", "DATA")}
-    env |= {"WANDB_MODE": "offline", "PYTHONPATH": ""}
+    env |= {"WANDB_MODE": "offline", "PYTHONPATH": "", "WANDB_PROJECT": "mine"}
     train(*SHORT, *SWEEP, "--track", "wandb", "--out", folder, env=env)
     assert_equal(folder, sweep)
     log, seen, names = table(folder), {}, ("seed", "lr", "ent_coef")
     for path in folder.rglob("*.wandb"):
         records = list(wandb_records(path))
         run = next(x.run for x in records if x.WhichOneof("record_type") == "run")
-        assert run.run_group == folder.name
+        assert run.run_group == folder.name and run.project == "mine"
         config = {x.key: json.loads(x.value_json) for x in run.config.update}
         assert config["num_updates"] == 12 and config["eval_suite"] == "TrivialMaze"
         row = [config[name] for name in names]
@@ -618,6 +744,23 @@ def test_track_wandb(tmp, sweep, train):
             assert values == {name: float(x) for name, x in line.items() if x != ""}
             assert entry.step.num == int(line["update"])
     assert len(seen) == len({*seen.values()}) == 8
+
+
+@pytest.mark.parametrize("env", [{}, {"WANDB_PROJECT": "mine", "WANDB_NAME": "trial"}])
+def test_what_a_tracker_calls_a_run(monkeypatch, capsys, tmp_path, env):
+    for name in ("WANDB_PROJECT", "WANDB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    library = Mock(**{"init.side_effect": dr.BadConfig("enough")})
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    library.__spec__ = library
+    args = [*SHORT, "--num-updates", 2, "--track", "wandb", "--out", tmp_path / "run"]
+    assert say(monkeypatch, capsys, *args)[0] == 2
+    about = library.init.call_args.kwargs
+    expected = ("mine", "trial-0", "run") if env else ("dr.py", "run-0", "run")
+    assert (about["project"], about["name"], about["group"]) == expected
+    assert about["config"]["num_updates"] == 2 and about["dir"] == tmp_path / "run"
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

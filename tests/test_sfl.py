@@ -262,18 +262,26 @@ def test_every_float_can_be_swept():
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(num_envs=7, num_minibatches=1), "num_envs = 7: allowed is even"),
-    (dict(num_candidates=8), "num_candidates = 8: allowed is at least 12, the buffer"),
+    (dict(num_envs=6, num_minibatches=5),
+     "num_minibatches = 5, num_envs = 6, num_evals = 2: allowed is a divisor of 12"),
+    (dict(num_envs=7), "num_envs = 7: allowed is even"),
+    (dict(num_candidates=8), "buffer_size = 12, num_candidates = 8: allowed is at most 8"),
     (dict(num_candidates=10**8), "num_candidates = 100000000: allowed is with these "),
     (dict(max_steps=10**8), "with these candidate_evals, max_steps and num_steps at most 4"),
     (dict(num_steps=10**9), "with these candidate_evals, max_steps and num_steps at most 0"),
-    (dict(candidates_at_once=15), "candidates_at_once = 15: allowed is a divisor of 48"),
+    (dict(candidates_at_once=15),
+     "candidates_at_once = 15, num_candidates = 48: allowed is a divisor of 48"),
     (dict(candidate_evals=1), "candidate_evals = 1: allowed is from 2 to 128"),
     (dict(score_interval=0), "score_interval = 0: allowed is at least 1"),
 ])  # fmt: skip
 def test_bad_values(changes, words):
     with pytest.raises(sfl.BadConfig, match=words):
         sfl.make_train(replace(SMALL, **changes))
+
+
+def test_fewer_candidates_than_are_played_at_once():
+    config = replace(SMALL, num_candidates=12, candidates_at_once=500)
+    jax.eval_shape(sfl.make_train(config), SEED)
 
 
 def test_the_steps_of_most_candidates_fit_an_int32():
