@@ -22,7 +22,7 @@ import plr
 CHANGES = {
     "import amaze\n": "import line as amaze\n",
     "    room = config.height * config.width - 2  # agent and goal need a cell each\n": "",
-    '    demand(config.n_walls <= room, config, "n_walls", f"at most {room}")\n': "",
+    '    demand(config.n_walls <= room, config, "n_walls height width", f"at most {room} walls")\n': "",
     "    height: int = 13  # cells of a level, without the outer wall\n": "",
     "    width: int = 13  # cells of a level, without the outer wall\n": "",
     "    see_through_walls: bool = True  # False: MiniGrid's occlusion\n":
@@ -49,7 +49,8 @@ def line_script(folder, name, changes=()):
     """The copy, beside its environment."""
     shutil.copy(ROOT / "tests/line.py", folder)
     walls = next(x for x in (ROOT / f"{name}.py").read_text().splitlines() if " n_walls: " in x)
-    return copy(folder, f"line_{name}", {f"{walls}\n": "", **CHANGES, **dict(changes)}, f"{name}.py")
+    changes = {f"{walls}\n": "", **CHANGES, **dict(changes)}
+    return copy(folder, f"line_{name}", changes, f"{name}.py")
 
 
 def module_of(path):
