@@ -22,7 +22,8 @@ import plr
 CHANGES = {
     "import amaze\n": "import line as amaze\n",
     "    room = config.height * config.width - 2  # agent and goal need a cell each\n": "",
-    '    demand(config.n_walls <= room, config, "n_walls height width", f"at most {room} walls")\n': "",
+    "    demand(config.n_walls <= room, config, "
+    '"n_walls height width", f"at most {room} walls")\n': "",
     "    height: int = 13  # cells of a level, without the outer wall\n": "",
     "    width: int = 13  # cells of a level, without the outer wall\n": "",
     "    see_through_walls: bool = True  # False: MiniGrid's occlusion\n":
