@@ -483,8 +483,8 @@ def sample_solvable(rng, sample=sample_level):
         level = sample(rng_level)
         return rng, level, solve(level).solvable
 
-    first = draw((rng,))
-    return jax.lax.while_loop(lambda carry: ~carry[2], draw, first)[1]
+    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sample, rng))
+    return jax.lax.while_loop(lambda carry: ~carry[2], draw, (rng, none, False))[1]
 
 
 def sample_prim_tree(rng, n):
@@ -523,7 +523,7 @@ def sample_family(rng, kind):
     perfect = lambda tree: _perfect_maze(rng, 13, jnp.arange(49), tree(rng_tree, 7)).wall_map
     (y, x), (b, a) = np.mgrid[:13, :13], abs(np.mgrid[-6:7, -6:7])      # a, b: from the middle
     ring, tip, shift = 6 - np.maximum(a, b), 12 - draw(6)[0], draw(4)[1]
-    u, v = x + 1 + draw(3)[2, 0], y + 1 + draw(3)[2, 1]                 # rooms' walls: multiples of 4
+    u, v = x + 1 + draw(3)[2, 0], y + 1 + draw(3)[2, 1]             # rooms' walls: multiples of 4
     side = u // 4 * 4 + v // 4 + 16 * (part := 2 * (u % 4 > 0) + (v % 4 > 0))   # 3: floor
     walls = {
         "Spiral": lambda: (ring % 2 == 1) ^ ((y == x + 1) & (x < 6)),
