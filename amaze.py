@@ -534,8 +534,8 @@ def sample_solvable(rng, sample=sample_level):
         level = sample(rng_level)
         return rng, level, solve(level).solvable
 
-    first = draw((rng,))
-    return jax.lax.while_loop(lambda carry: ~carry[2], draw, first)[1]
+    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sample, rng))
+    return jax.lax.while_loop(lambda carry: ~carry[2], draw, (rng, none, False))[1]
 
 
 def sample_prim_tree(rng, n):
@@ -565,7 +565,7 @@ def sample_wilson_tree(rng, n):
 
 
 def sample_family(rng, kind):
-    """A 13 x 13 maze of the suite `families`: all in it at random, in one of the 8 symmetries."""
+    """A 13 x 13 maze of the suite `families`, all drawn anew, in one of the square's symmetries."""
     rng_tree, rng_noise = jax.random.split(rng)
     noise, places, others = jax.random.uniform(rng_noise, (507,)).reshape(3, 13, 13)
     draw = lambda n: (others * n).astype(jnp.int32)
@@ -574,8 +574,8 @@ def sample_family(rng, kind):
     perfect = lambda tree: _perfect_maze(rng, 13, jnp.arange(49), tree(rng_tree, 7)).wall_map
     (y, x), (b, a) = np.mgrid[:13, :13], abs(np.mgrid[-6:7, -6:7])      # a, b: from the middle
     ring, tip, shift = 6 - np.maximum(a, b), 12 - draw(6)[0], draw(4)[1]
-    u, v = x + 1 + draw(3)[2, 0], y + 1 + draw(3)[2, 1]                 # rooms begin at multiples
-    side = u // 4 * 4 + v // 4 + 16 * (part := 2 * (u % 4 > 0) + (v % 4 > 0))   # 3 is the floor
+    u, v = x + 1 + draw(3)[2, 0], y + 1 + draw(3)[2, 1]             # rooms' walls: multiples of 4
+    side = u // 4 * 4 + v // 4 + 16 * (part := 2 * (u % 4 > 0) + (v % 4 > 0))   # 3: floor
     walls = {
         "Spiral": lambda: (ring % 2 == 1) ^ ((y == x + 1) & (x < 6)),
         "Serpentine": lambda: (x % 2 == 1) & (y != jnp.where(x % 4 == 1, shift, 12 - shift)),
