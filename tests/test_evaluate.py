@@ -391,7 +391,7 @@ def test_worst_levels_are_each_seeds_own_and_ties_share():
 def test_csv_round_trips_and_groups_by_swept_value():
     rng = np.random.default_rng(0)
     agents = [{"seed": s, "lr": lr, "agent": "student"} for lr in (1e-4, 0.3) for s in (0, 1)]
-    run = SimpleNamespace(name="dr", algorithm="dr", update=7, agents=agents)
+    run = SimpleNamespace(name="dr", algorithm="dr", update=7, agents=agents, env=amaze)
     returns = np.maximum(rng.random((4, 2, 3)) - 0.5, 0)
     mazes = [SimpleNamespace(name=name) for name in "AB"]
     table = list(evaluate.tabulate(run, mazes, [0.9, 0.8], returns, rng.integers(1, 9, (4, 2, 3))))
