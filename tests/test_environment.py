@@ -149,6 +149,15 @@ def test_returns_equal_a_plain_loop():
     assert lengths[0, 0, 0] == 20 and lengths[0, 1, 0] < 8
 
 
+def test_tables_count_what_the_environment_calls_solved():
+    """Returns of -1 and -5, of which it says solved above -2.5."""
+    run = SimpleNamespace(name="a", algorithm="a", update=1, agents=[{"seed": 0}], env=line)
+    returns, lengths = np.array([[[-1.0, -5, -1, -1]]]), np.ones((1, 1, 4))
+    [row] = evaluate.tabulate(run, [SimpleNamespace(name="x")], [np.nan], returns, lengths)
+    assert row["solve_rate"] == 0.75 and row["return"] == -2 and row["optimal_return"] == ""
+    assert evaluate.summarise(returns, ["x"], 0, False, line)["mean"][0] == 0.75
+
+
 def test_a_queue_goes_on_with_its_next_level():
     queue = line.Level(jnp.array([0.5, -0.5, 0.25]), jnp.zeros(3))
     obs, state = line.reset(queue, 40)
