@@ -124,7 +124,7 @@ def assert_same_state(folder, other):
     assert one["step"] == two["step"] and one["rows"] == two["rows"]
     one, two = leaves(one), leaves(two)
     assert one.keys() == two.keys() and len(one) > 20
-    assert [name for name in one if not np.array_equal(one[name], two[name])] == []
+    assert [name for name in one if not np.array_equal(one[name], two[name], True)] == []
 
 
 def assert_equal(folder, other):
@@ -138,7 +138,7 @@ def assert_close(folder, rows, other, other_rows):
     one, two = leaves(load(folder)), leaves(load(other))
     assert one.keys() == two.keys() and len(one) > 20
     for name in one:
-        assert np.allclose(one[name][rows], two[name][other_rows], 1e-3, 1e-4), name
+        assert np.allclose(one[name][rows], two[name][other_rows], 1e-3, 1e-4, True), name
     logs = []
     for path, chosen in ((folder, rows), (other, other_rows)):
         lines, number = table(path), len(load(path)["rows"])
