@@ -15,7 +15,7 @@ levels at the frontier, so that complexity grows from empty rooms.
 Parallel ACCEL plays [N fresh | N replayed | N children of the replayed] together in every cycle.
 Differs from plr.py in the children: phase 6 of the cycle, or in parallel mode the third block.
 
-Run        python accel.py --seeds 8        python accel.py --parallel
+Run        python accel.py --fast        python accel.py --parallel
 From code  jax.jit(jax.vmap(make_train(Config())))(jax.random.split(jax.random.key(0), 8))
 
 Shapes     T steps, N levels, E copies that play each level, B = N * E trajectories, K buffer slots,
@@ -1071,10 +1071,10 @@ def parse(arguments):
     demand(fine, config, "out", f"a run of {SCRIPT} as it stands, to --resume it")
     stored = Config(**stored | {"sweep": tuple(stored["sweep"]), "distributed": config.distributed})
     config = read(default=replace(stored, sweep=() if config.sweep else stored.sweep))
-    longer = config.num_updates > stored.num_updates and not config.anneal_lr
     for name, value in asdict(stored).items():
-        fine = name in FREE or getattr(config, name) == value or longer and name == "num_updates"
-        demand(fine, config, name, f"{value!r}, as in the run to resume, or longer if not annealed")
+        new, more = getattr(config, name), " (without anneal_lr more)" * (name == "num_updates")
+        fine = name in FREE or new == value or more and new > value and not config.anneal_lr
+        demand(fine, config, name, f"{value!r}{more}, as in the run to resume")
     return config
 
 

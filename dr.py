@@ -10,7 +10,7 @@ mazes (amaze.py), the student is a recurrent PPO agent (1707.06347); all is one 
         learn from the N * T transitions with PPO
         now and then: evaluate on test mazes that were never trained on
 
-Run        python dr.py --seeds 8
+Run        python dr.py --fast        python dr.py --seeds 8
 From code  jax.jit(jax.vmap(make_train(Config())))(jax.random.split(jax.random.key(0), 8))
 Sweep      jax.vmap(lambda rng, lr: make_train(replace(config, lr=lr))(rng))(rngs, lrs)
 
@@ -818,10 +818,10 @@ def parse(arguments):
     demand(fine, config, "out", f"a run of {SCRIPT} as it stands, to --resume it")
     stored = Config(**stored | {"sweep": tuple(stored["sweep"]), "distributed": config.distributed})
     config = read(default=replace(stored, sweep=() if config.sweep else stored.sweep))
-    longer = config.num_updates > stored.num_updates and not config.anneal_lr
     for name, value in asdict(stored).items():
-        fine = name in FREE or getattr(config, name) == value or longer and name == "num_updates"
-        demand(fine, config, name, f"{value!r}, as in the run to resume, or longer if not annealed")
+        new, more = getattr(config, name), " (without anneal_lr more)" * (name == "num_updates")
+        fine = name in FREE or new == value or more and new > value and not config.anneal_lr
+        demand(fine, config, name, f"{value!r}{more}, as in the run to resume")
     return config
 
 

@@ -16,7 +16,7 @@ teacher for low returns; published with one student: --regret minimax --num-stud
 Differs from dr.py in the teacher (its network and `design`), in `level_returns` and `regret`, and
 in the students: one Agent with a leading axis. The network is an argument of `act` and `learn`.
 
-Run        python paired.py --regret paired
+Run        python paired.py --fast        python paired.py --regret population
 From code  jax.jit(jax.vmap(make_train(Config())))(jax.random.split(jax.random.key(0), 8))
 
 Shapes     T steps, N levels, E copies that play each level, B = N * E trajectories, S students,
@@ -926,10 +926,10 @@ def parse(arguments):
     demand(fine, config, "out", f"a run of {SCRIPT} as it stands, to --resume it")
     stored = Config(**stored | {"sweep": tuple(stored["sweep"]), "distributed": config.distributed})
     config = read(default=replace(stored, sweep=() if config.sweep else stored.sweep))
-    longer = config.num_updates > stored.num_updates and not config.anneal_lr
     for name, value in asdict(stored).items():
-        fine = name in FREE or getattr(config, name) == value or longer and name == "num_updates"
-        demand(fine, config, name, f"{value!r}, as in the run to resume, or longer if not annealed")
+        new, more = getattr(config, name), " (without anneal_lr more)" * (name == "num_updates")
+        fine = name in FREE or new == value or more and new > value and not config.anneal_lr
+        demand(fine, config, name, f"{value!r}{more}, as in the run to resume")
     return config
 
 

@@ -14,7 +14,7 @@ regret. Robust PLR learns from replayed levels only; fresh random ones are just 
 Parallel PLR plays [N fresh | N replayed] together in every cycle and learns from the latter.
 Differs from dr.py in the buffer, the scores, restarting one level, and when it learns.
 
-Run        python plr.py --seeds 8        python plr.py --parallel        python plr.py --no-robust
+Run        python plr.py --fast       python plr.py --parallel       python plr.py --no-robust
 From code  jax.jit(jax.vmap(make_train(Config())))(jax.random.split(jax.random.key(0), 8))
 
 Shapes     T steps, N levels, E copies that play each level, B = N * E trajectories, K buffer slots,
@@ -1018,10 +1018,10 @@ def parse(arguments):
     demand(fine, config, "out", f"a run of {SCRIPT} as it stands, to --resume it")
     stored = Config(**stored | {"sweep": tuple(stored["sweep"]), "distributed": config.distributed})
     config = read(default=replace(stored, sweep=() if config.sweep else stored.sweep))
-    longer = config.num_updates > stored.num_updates and not config.anneal_lr
     for name, value in asdict(stored).items():
-        fine = name in FREE or getattr(config, name) == value or longer and name == "num_updates"
-        demand(fine, config, name, f"{value!r}, as in the run to resume, or longer if not annealed")
+        new, more = getattr(config, name), " (without anneal_lr more)" * (name == "num_updates")
+        fine = name in FREE or new == value or more and new > value and not config.anneal_lr
+        demand(fine, config, name, f"{value!r}{more}, as in the run to resume")
     return config
 
 

@@ -16,7 +16,7 @@ what it then learns from is theirs, the rest random.
 Differs from dr.py in the buffer, `score_candidates`, phase 1 of the cycle, restarting one level,
 what is logged and, as its authors have them, the defaults of PPO. (They draw p (1 - p) = 0 too.)
 
-Run        python sfl.py --seeds 8
+Run        python sfl.py --fast        python sfl.py --seeds 8
 From code  jax.jit(jax.vmap(make_train(Config())))(jax.random.split(jax.random.key(0), 8))
 Sweep      jax.vmap(lambda rng, lr: make_train(replace(config, lr=lr))(rng))(rngs, lrs)
 
@@ -899,10 +899,10 @@ def parse(arguments):
     demand(fine, config, "out", f"a run of {SCRIPT} as it stands, to --resume it")
     stored = Config(**stored | {"sweep": tuple(stored["sweep"]), "distributed": config.distributed})
     config = read(default=replace(stored, sweep=() if config.sweep else stored.sweep))
-    longer = config.num_updates > stored.num_updates and not config.anneal_lr
     for name, value in asdict(stored).items():
-        fine = name in FREE or getattr(config, name) == value or longer and name == "num_updates"
-        demand(fine, config, name, f"{value!r}, as in the run to resume, or longer if not annealed")
+        new, more = getattr(config, name), " (without anneal_lr more)" * (name == "num_updates")
+        fine = name in FREE or new == value or more and new > value and not config.anneal_lr
+        demand(fine, config, name, f"{value!r}{more}, as in the run to resume")
     return config
 
 

@@ -180,6 +180,8 @@ def plot(folders, path):
             axes.annotate(f"minimax's paper {MEANS[name]:.2f}", (1, MEANS[name] - 0.01), ha="right",
                           va="top", xycoords=("axes fraction", "data"), fontsize=8, color="0.3")
         axes.set_title(f"{TITLES.get(name, name)}, {len(seeds)} seeds", fontsize=10)
+    for axes in panels[len(folders) : -1]:
+        axes.set_visible(False)
     panels[-1].set_title("their means", fontsize=10)
     panels[-1].legend(fontsize=8, loc="lower right")
     for axes in panels:

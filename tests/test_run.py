@@ -320,6 +320,7 @@ def test_resume_refuses_another_run(monkeypatch, capsys, whole, args, field):
     status, line = say(monkeypatch, capsys, "--resume", "--out", whole, *args.split())
     assert status == 2 and line.startswith(f"dr.py: error: {field}: allowed is ")
     assert "as in the run to resume" in line and contents(whole) == before
+    assert ("more" in line) == field.startswith("num_updates") and "longer" not in line
 
 
 @pytest.mark.slow
