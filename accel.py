@@ -82,9 +82,10 @@ class Config:
     num_minibatches: int = 1  # they split trajectories, never time; fast 2
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.98  # lambda of generalised advantage estimation
-    clip_eps: float = 0.2  # clip range of the probability ratio and of the value
+    clip_eps: float = 0.2  # clip range of the probability ratio
     ent_coef: float | None = None  # weight of the entropy bonus; 0, parallel 1e-3; fast 1e-2
     vf_coef: float = 0.5  # weight of the value loss
+    clip_vloss: bool = True  # clip the value as the ratio is
     max_grad_norm: float = 0.5  # the gradient's global norm is clipped to this
     # student
     rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # recurrent core; none: feed-forward
@@ -93,6 +94,7 @@ class Config:
     s5_norm: Literal["after", "before", "none"] = "after"  # place of LayerNorm in an S5 layer
     # levels
     n_walls: int = 0  # wall cells drawn per level, with replacement
+    solvable_only: bool = False  # draw and edit until the goal can be reached
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
     max_steps: int = 250  # time limit; above num_steps no failure ends: train_solve_rate is 1
@@ -503,6 +505,8 @@ def make_train(config, devices=1):
     def sample_levels(rng, *shape):
         """Random levels [*shape]."""
         draw = lambda rng: amaze.sample_level(rng, config.n_walls, config.height, config.width)
+        if config.solvable_only:
+            draw = partial(amaze.sample_solvable, sample=draw)
         levels = jax.vmap(draw)(jax.random.split(rng, math.prod(shape)))
         return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), levels)
 
@@ -535,15 +539,16 @@ def make_train(config, devices=1):
         return gather(batch, axis=1), gather(last_value, axis=0)
 
     def loss(params, batch, advantage, target):
-        """PPO's clipped objective (1707.06347, eq. 7 and 9), the value's likewise clipped."""
+        """PPO's clipped objective (1707.06347, eq. 7 and 9); the value's likewise: clip_vloss."""
         carry = core.initial_carry(advantage.shape[1])
         _, policy, value = network.apply(params, carry, batch.obs, batch.is_first)
         log_ratio = policy.log_prob(batch.action) - batch.log_prob
         ratio = jnp.exp(log_ratio)
         near = lambda x, center: center + jnp.clip(x - center, -config.clip_eps, config.clip_eps)
         gain = jnp.minimum(ratio * advantage, near(ratio, 1) * advantage)
-        clipped_value = near(value, batch.value)
-        error = jnp.maximum((value - target) ** 2, (clipped_value - target) ** 2)
+        error = (value - target) ** 2
+        if config.clip_vloss:
+            error = jnp.maximum(error, (near(value, batch.value) - target) ** 2)
         metrics = {
             "policy_loss": -gain.mean(),
             "value_loss": 0.5 * error.mean(),
@@ -631,7 +636,11 @@ def make_train(config, devices=1):
 
     def edit(rng, levels, mutations, origin):
         """A child of each level, by num_edits edits."""
-        child = partial(amaze.edit_level, n_edits=config.num_edits)
+
+        def child(rng, level):
+            draw = lambda rng: amaze.edit_level(rng, level, config.num_edits)
+            return amaze.sample_solvable(rng, draw) if config.solvable_only else draw(rng)
+
         rngs = jax.random.split(rng, config.num_envs)
         return jax.vmap(child)(rngs, levels), mutations + 1, origin
 

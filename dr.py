@@ -72,9 +72,10 @@ class Config:
     num_minibatches: int = 1  # they split trajectories, never time; fast 2
     gamma: float = 0.995  # discount; fast 0.999
     gae_lambda: float = 0.98  # lambda of generalised advantage estimation
-    clip_eps: float = 0.2  # clip range of the probability ratio and of the value
+    clip_eps: float = 0.2  # clip range of the probability ratio
     ent_coef: float = 1e-3  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
+    clip_vloss: bool = True  # clip the value as the ratio is
     max_grad_norm: float = 0.5  # the gradient's global norm is clipped to this
     # student
     rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # recurrent core; none: feed-forward
@@ -83,10 +84,12 @@ class Config:
     s5_norm: Literal["after", "before", "none"] = "after"  # place of LayerNorm in an S5 layer
     # levels
     n_walls: int = 60  # wall cells drawn per level, with replacement
+    solvable_only: bool = False  # draw levels until the goal can be reached
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
     max_steps: int = 250  # time limit; above num_steps no failure ends: train_solve_rate is 1
     see_through_walls: bool = True  # False: MiniGrid's occlusion
+    auto_replay: bool = False  # an episode that has ended restarts its level, no other follows
     # evaluation
     eval_interval: int = 50  # updates between evaluations; 0: never
     eval_suite: str = next(iter(amaze.SUITES))  # a suite, or maze names with commas between
@@ -371,6 +374,8 @@ def make_train(config, devices=1):
     def sample_levels(rng, *shape):
         """Random levels [*shape]."""
         draw = lambda rng: amaze.sample_level(rng, config.n_walls, config.height, config.width)
+        if config.solvable_only:
+            draw = partial(amaze.sample_solvable, sample=draw)
         levels = jax.vmap(draw)(jax.random.split(rng, math.prod(shape)))
         return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), levels)
 
@@ -403,15 +408,16 @@ def make_train(config, devices=1):
         return gather(batch, axis=1), gather(last_value, axis=0)
 
     def loss(params, batch, advantage, target):
-        """PPO's clipped objective (1707.06347, eq. 7 and 9), the value's likewise clipped."""
+        """PPO's clipped objective (1707.06347, eq. 7 and 9); the value's likewise: clip_vloss."""
         carry = core.initial_carry(advantage.shape[1])
         _, policy, value = network.apply(params, carry, batch.obs, batch.is_first)
         log_ratio = policy.log_prob(batch.action) - batch.log_prob
         ratio = jnp.exp(log_ratio)
         near = lambda x, center: center + jnp.clip(x - center, -config.clip_eps, config.clip_eps)
         gain = jnp.minimum(ratio * advantage, near(ratio, 1) * advantage)
-        clipped_value = near(value, batch.value)
-        error = jnp.maximum((value - target) ** 2, (clipped_value - target) ** 2)
+        error = (value - target) ** 2
+        if config.clip_vloss:
+            error = jnp.maximum(error, (near(value, batch.value) - target) ** 2)
         metrics = {
             "policy_loss": -gain.mean(),
             "value_loss": 0.5 * error.mean(),
@@ -486,7 +492,8 @@ def make_train(config, devices=1):
 
     def choose_levels(rng):
         """[N, K] random levels: those that open the cycle, and for each those that follow it."""
-        return sample_levels(rng, config.num_envs, max(config.num_steps // 4, 1))
+        following = 1 if config.auto_replay else max(config.num_steps // 4, 1)
+        return sample_levels(rng, config.num_envs, following)
 
     def cycle(state, _):
         rng_levels, rng_rollout, rng_learn, rng_eval = cycle_rngs(state)

@@ -78,9 +78,10 @@ class Config:
     num_minibatches: int = 1  # they split trajectories, never time; fast 2
     gamma: float = 0.995  # discount
     gae_lambda: float = 0.98  # lambda of generalised advantage estimation
-    clip_eps: float = 0.2  # clip range of the probability ratio and of the value
+    clip_eps: float = 0.2  # clip range of the probability ratio
     ent_coef: float = 1e-3  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
+    clip_vloss: bool = True  # clip the value as the ratio is
     max_grad_norm: float = 0.5  # the gradient's global norm is clipped to this
     # student
     rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # recurrent core; none: feed-forward
@@ -489,15 +490,16 @@ def make_train(config, devices=1):
         return gather(batch, axis=1), gather(last_value, axis=0)
 
     def loss(params, network, config, batch, advantage, target):
-        """PPO's clipped objective (1707.06347, eq. 7 and 9), the value's likewise clipped."""
+        """PPO's clipped objective (1707.06347, eq. 7 and 9); the value's likewise: clip_vloss."""
         carry = network.core.initial_carry(advantage.shape[1])
         _, policy, value = network.apply(params, carry, batch.obs, batch.is_first)
         log_ratio = policy.log_prob(batch.action) - batch.log_prob
         ratio = jnp.exp(log_ratio)
         near = lambda x, center: center + jnp.clip(x - center, -config.clip_eps, config.clip_eps)
         gain = jnp.minimum(ratio * advantage, near(ratio, 1) * advantage)
-        clipped_value = near(value, batch.value)
-        error = jnp.maximum((value - target) ** 2, (clipped_value - target) ** 2)
+        error = (value - target) ** 2
+        if config.clip_vloss:
+            error = jnp.maximum(error, (near(value, batch.value) - target) ** 2)
         metrics = {
             "policy_loss": -gain.mean(),
             "value_loss": 0.5 * error.mean(),

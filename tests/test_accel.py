@@ -1,5 +1,7 @@
 """accel.py against plain Python, and against plr.py where the two must agree."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,6 +68,21 @@ def test_a_child_is_its_parent_after_the_edits():
         assert equal(child, single(jax.random.split(rng, N)[i], parent, 7))
         assert equal(child[1:3], parent[1:3])
     assert len({*names(parents), *names(children)}) > N + 1
+
+
+def test_with_solvable_only_children_are_edits_that_can_be_solved():
+    small = SMALL | dict(num_edits=30)
+    rng, zero = jax.random.key(2), jnp.zeros(N, int)
+    draw = lambda rng: amaze.sample_level(rng, 9, 5, 5)
+    sample = jax.vmap(partial(amaze.sample_solvable, sample=draw))
+    parents = jax.jit(sample)(jax.random.split(rng, N))
+    bred = {}
+    for only in (False, True):
+        edit = inner(accel.make_train(accel.Config(**small, solvable_only=only)).update, "edit")
+        bred[only] = jax.jit(edit)(rng, parents, zero, zero)[0]
+    share = {only: np.asarray(jax.vmap(amaze.solve)(x).solvable) for only, x in bred.items()}
+    assert not share[False].all() and share[True].all()
+    assert {*names(bred[True])} != {*names(parents)}
 
 
 @pytest.mark.slow

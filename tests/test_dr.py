@@ -370,8 +370,9 @@ def test_the_solve_rate_of_training_is_the_true_one(truth, restarts):
 
 
 @pytest.mark.slow
-def test_loss_is_the_formula_of_ppo():
-    config = replace(SMALL, ent_coef=0.03, vf_coef=0.7)
+@pytest.mark.parametrize("clip_vloss", [True, False])
+def test_loss_is_the_formula_of_ppo(clip_vloss):
+    config = replace(SMALL, ent_coef=0.03, vf_coef=0.7, clip_vloss=clip_vloss)
     loss = inner(dr.make_train(config).update, "cycle", "learn", "loss")
     network = inner(loss, "network")
     params = make_network("none")[1]
@@ -391,7 +392,8 @@ def test_loss_is_the_formula_of_ppo():
         inside = min(max(ratio, 0.8), 1.2)
         clipped += ratio != inside
         policy -= min(ratio * advantage[t, b], inside * advantage[t, b])
-        near = value[t, b] + min(max(new_value[t, b] - value[t, b], -0.2), 0.2)
+        reach = 0.2 if clip_vloss else np.inf
+        near = value[t, b] + min(max(new_value[t, b] - value[t, b], -reach), reach)
         error += max((new_value[t, b] - target[t, b]) ** 2, (near - target[t, b]) ** 2)
     log_ratio, size = new - old, 16 * 8
     expected = {
@@ -638,6 +640,21 @@ def test_unsolvable_share_is_of_the_level_that_each_transition_was_played_on(max
         assert close(found, unsolvable / done.size)
         shares.add(unsolvable)
     assert len(shares) > 2 and max(shares) > done.size / 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_solvable_only_draws_by_rejection_and_auto_replay_one_level(seed):
+    choose_levels = lambda **changes: inner(
+        dr.make_train(replace(SMALL, n_walls=12, **changes)).update, "cycle", "choose_levels"
+    )(jax.random.key(seed))
+    solvable = lambda level: [path_length(w, tuple(a), tuple(g)) is not None for w, a, g in zip(
+        *(np.asarray(x).reshape(-1, *x.shape[2:])
+          for x in (level.wall_map, level.agent_pos, level.goal_pos)))]  # fmt: skip
+    random, chosen = choose_levels(), choose_levels(solvable_only=True, auto_replay=True)
+    assert random.agent_dir.shape == (4, 4) and not all(solvable(random))
+    assert chosen.agent_dir.shape == (4, 1) and all(solvable(chosen))
+    walls = choose_levels(solvable_only=True).wall_map.sum((2, 3))
+    assert walls.max() > walls.min()  # a draw, not what is left of one
 
 
 # --- whole updates
