@@ -100,7 +100,7 @@ class Config:
     score_interval: int = 100  # updates between choices of a new buffer
     num_candidates: int = 25_000  # levels played for a choice; fast 2,500
     candidate_evals: int = 10  # episodes on each of them; fast 5
-    candidates_at_once: int = 500  # or all; a divisor of num_candidates; fewer: less memory
+    candidates_at_once: int = 500  # queues of them; a divisor of num_candidates; fast 250
     buffer_size: int = 1000  # K, levels kept; fast 100
     # evaluation
     eval_interval: int = 50  # updates between evaluations; 0: never
@@ -523,27 +523,43 @@ def make_train(config, devices=1):
         """The keys of a cycle: of candidates, levels, rollout, learning and evaluation."""
         return jax.random.split(jax.random.fold_in(state.rng, state.step), 5)
 
+    def play_queues(rng, params, queues):
+        """candidate_evals episodes on each level [B, Q], Q levels in turn and again, so that short
+        episodes make room -> how many were solved [B, Q], steps that were played."""
+        B, Q = jax.tree.leaves(queues)[0].shape[:2]
+        lanes = share(jnp.arange(-(-B // devices) * devices) % B)  # some twice, to deal evenly
+        obs, state = jax.vmap(reset)(jax.tree.map(lambda x: x[lanes], queues))
+        episodes, slots, number = Q * config.candidate_evals, jnp.arange(Q), len(lanes)
+
+        def play_step(carry):
+            t, memory, obs, state, is_first, total, episode, solved, steps = carry
+            noise = jax.random.gumbel(jax.random.fold_in(rng, t), (B, amaze.NUM_ACTIONS))[lanes]
+            memory, action, _, _ = act(params, memory, obs, is_first, noise)
+            obs, state, reward, done = jax.vmap(partial(step, restart=True))(state, action)
+            total, playing = total + reward, episode < episodes
+            won = (done & playing & amaze.solved(total))[:, None] & (episode[:, None] % Q == slots)
+            total, episode = jnp.where(done, 0.0, total), episode + (done & playing)
+            return t + 1, memory, obs, state, done, total, episode, solved + won, steps + playing
+
+        zero, memory = jnp.zeros(number, int), core.initial_carry(number)
+        carry = 0, memory, obs, state, jnp.ones(number, bool), jnp.zeros(number), zero
+        carry += jnp.zeros((number, Q), int), zero
+        played = jax.lax.while_loop(lambda x: (x[6] < episodes).any(), play_step, carry)[7:]
+        return jax.tree.map(lambda x: x[:B], gather(played, axis=0))
+
     def score_candidates(rng, state):
         """A new buffer; of the candidates that were solved sometimes: share, means."""
-
-        def score(rng):
-            rng_levels, rng_play = jax.random.split(rng)
-            levels = sample_levels(rng_levels, at_once)
-            copies = jax.tree.map(lambda x: jnp.repeat(x, config.candidate_evals, axis=0), levels)
-            total, length = play(rng_play, state.student.params, copies)
-            solve_rate = amaze.solved(total).reshape(at_once, -1).mean(1)
-            return Buffer(levels, solve_rate), level_stats(levels), length.sum()
-
-        turns = config.num_candidates // at_once
-        dealt = jnp.arange(-(-turns // devices) * devices) % turns  # some twice, to deal evenly
-        scored = jax.lax.map(score, share(jax.random.split(rng, turns)[dealt]))
-        *scored, steps = jax.tree.map(lambda x: x[:turns], gather(scored, axis=0))
-        candidates, stats = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), scored)
+        rng_levels, rng_play = jax.random.split(rng)
+        levels = sample_levels(rng_levels, at_once, config.num_candidates // at_once)
+        solved, steps = play_queues(rng_play, state.student.params, levels)
+        candidates = Buffer(levels, solved / config.candidate_evals)
+        candidates = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), candidates)
         scores = learnability(candidates.solve_rate, config.candidate_evals)
         best = jax.lax.top_k(scores, config.buffer_size)[1]
         buffer = jax.tree.map(lambda x: x[best], candidates)
 
-        stats = {f"learnable_{k}": x for k, x in means(stats, scores > 0).items()}
+        stats = means(level_stats(candidates.level), scores > 0)
+        stats = {f"learnable_{k}": x for k, x in stats.items()}
         rollouts, rest = jnp.divmod(steps.sum() + state.more_steps, batch_steps)
         state = state.replace(buffer=buffer, rollouts=state.rollouts + rollouts, more_steps=rest)
         return state, stats | {"learnable_share": (scores > 0).mean()}

@@ -1,5 +1,6 @@
 """sfl.py against plain NumPy: what is learnable, when the buffer changes, what is counted."""
 
+import itertools
 from dataclasses import replace
 from functools import cache
 
@@ -53,43 +54,36 @@ def scored():
     was played, as it was played."""
     seen = []
 
-    def play(rng, params, levels, *rules):
-        copy = jnp.arange(len(levels.agent_dir)) % COPIES
-        place = levels.agent_pos.sum(-1) + 2 * levels.goal_pos.sum(-1)
-        total = jnp.where(copy < place % (COPIES + 1), 0.5, 0.0)
-        length = 1 + levels.agent_pos[:, 0]
-        jax.debug.callback(lambda *x: seen.append(x), levels, total, length, ordered=True)
-        return total, length
+    def play_queues(rng, params, queues):
+        solved = (queues.agent_pos.sum(-1) + 2 * queues.goal_pos.sum(-1)) % (COPIES + 1)
+        steps = 20 + queues.agent_pos[..., 0].sum(1)
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (queues, solved))
+        jax.debug.callback(lambda *x: seen.append(x), *flat, steps)
+        return solved, steps
 
     score = inner(sfl.make_train(SMALL).update, "cycle", "score_candidates")
-    swap(score, "play", play)
+    swap(score, "play_queues", play_queues)
     state = program(0)(SEED).replace(more_steps=jnp.array(5))
     after, metrics = jax.jit(score)(jax.random.key(1), state)
     jax.effects_barrier()
-    joined = jax.tree.map(lambda *x: np.concatenate([np.asarray(y) for y in x]), *seen)
-    return after, metrics, *joined
+    return after, metrics, *jax.tree.map(np.asarray, seen[0])
 
 
 def test_the_buffer_is_the_most_learnable_of_all_candidates():
-    after, _, levels, total, _ = scored()
+    after, _, levels, won, _ = scored()
     played = names(levels)
-    assert len(played) == CANDIDATES * COPIES and len(set(played)) > CANDIDATES - 5
-    assert played == [x for x in played[::COPIES] for _ in range(COPIES)]
-    p = (total.reshape(CANDIDATES, COPIES) > 0).mean(1)
-    won = np.rint(p * COPIES)
+    assert len(played) == CANDIDATES and len(set(played)) > CANDIDATES - 5
     order = sorted(range(CANDIDATES), key=lambda i: -won[i] * (COPIES - won[i]))[:K]
-    assert names(after.buffer.level) == [played[i * COPIES] for i in order]
-    assert close(after.buffer.solve_rate, p[order])
-    assert {0, 1} <= {*p} and len({*p[order]}) > 1
+    assert names(after.buffer.level) == [played[i] for i in order]
+    assert close(after.buffer.solve_rate, won[order] / COPIES)
+    assert {0, COPIES} <= {*won} and len({*won[order]}) > 1
 
 
 def test_what_is_logged_of_the_candidates():
-    _, metrics, levels, total, _ = scored()
-    p = (total.reshape(CANDIDATES, COPIES) > 0).mean(1)
-    levels = jax.tree.map(lambda x: x[::COPIES], levels)
+    _, metrics, levels, won, _ = scored()
     found = []
-    for wall_map, agent, _, goal, share in zip(*levels, p):
-        if 0 < share < 1:
+    for wall_map, agent, _, goal, times in zip(*levels, won):
+        if 0 < times < COPIES:
             found.append((wall_map.sum(), path_length(wall_map, tuple(agent), tuple(goal))))
     walls, paths = zip(*found)
     solvable = [path for path in paths if path is not None]
@@ -101,21 +95,41 @@ def test_what_is_logged_of_the_candidates():
 
 
 def test_scoring_counts_as_steps_of_the_environment():
-    after, _, _, _, length = scored()
+    after, _, _, _, steps = scored()
     batch = N * 2 * T
-    assert int(after.rollouts) * batch + int(after.more_steps) == 5 + length.sum()
-    assert 0 <= after.more_steps < batch < length.sum()
+    assert int(after.rollouts) * batch + int(after.more_steps) == 5 + steps.sum()
+    assert 0 <= after.more_steps < batch < steps.sum()
 
 
-@pytest.mark.slow
-def test_an_episode_is_played_on_each_level_and_its_length_told():
-    """By MiniGrid's reward, 1 - 0.9 n / max_steps for the goal after n steps."""
-    play = inner(sfl.make_train(SMALL).update, "cycle", "score_candidates", "play")
-    levels = jax.vmap(lambda rng: sfl.amaze.sample_level(rng, 6, 5, 5))(jax.random.split(SEED, 999))
-    total, length = map(np.asarray, jax.jit(play)(SEED, program(0)(SEED).student.params, levels))
-    solved = total > 0
-    assert 20 < solved.sum() < 900 and len(set(length[solved])) > 2
-    assert close(total[solved], 1 - 0.9 * length[solved] / 6) and (length[~solved] == 6).all()
+def test_the_queues_are_played_again_and_again_from_a_fresh_memory():
+    """By a plain loop over the episodes of each queue, with the same noise."""
+    B, Q = 6, 3
+    config = replace(SMALL, rnn="gru")
+    train = sfl.make_train(config)
+    play_queues = inner(train.update, "cycle", "score_candidates", "play_queues")
+    act = lambda h, noise: jnp.where(h % 3 == 0, sfl.amaze.FORWARD, jnp.argmax(noise))
+
+    def fake(params, h, obs, is_first, noise):  # of the memory's first unit, which counts the steps
+        h = jnp.where(is_first[:, None], 0.0, h) + 1
+        return h, jax.vmap(act)(h[:, 0], noise), None, None
+
+    swap(play_queues, "act", fake)
+    sample = jax.vmap(jax.vmap(lambda rng: sfl.amaze.sample_level(rng, 6, 5, 5)))
+    queues = sample(jax.random.split(SEED, (B, Q)))
+    solved, steps = map(np.asarray, jax.jit(play_queues)(SEED, None, queues))
+    draw = jax.jit(lambda t: jax.random.gumbel(jax.random.fold_in(SEED, t), (B, 7)))
+    noise = [draw(t) for t in range(steps.max())]
+    reset, step = jax.jit(train.reset), jax.jit(train.step)
+    expected, length = np.zeros((B, Q), int), np.zeros(B, int)
+    for b, i in itertools.product(range(B), [*range(Q)] * COPIES):
+        state, done, h = reset(jax.tree.map(lambda x: x[b, i], queues))[1], False, 0
+        while not done:
+            h += 1
+            _, state, reward, done = step(state, act(h, noise[length[b]][b]))
+            length[b] += 1
+        expected[b, i] += reward > 0
+    assert (steps == length).all() and (solved == expected).all()
+    assert len({*solved.flat}) > 2
 
 
 def test_the_buffer_changes_every_score_interval_before_the_levels_are_chosen():
