@@ -808,7 +808,7 @@ CLEANRL = {"learning_rate": "lr", "total_timesteps": "num_updates", "clip_coef":
 gather = partial(multihost_utils.process_allgather, tiled=True)  # whole, in each process
 ALLOWED = {  # of a field or a teacher_field
     "at least 0": (lambda v: v >= 0, """lr ent_coef vf_coef n_walls num_edits eval_interval seed
-        archive_interval plot_interval devices seeds_at_once sweep_random"""),
+        archive_interval plot_interval devices seeds_at_once sweep_random candidate_steps"""),
     "at least 1": (lambda v: v >= 1, """num_updates num_envs num_evals num_steps update_epochs seeds
         num_minibatches hidden_size s5_layers max_steps eval_episodes log_interval num_students
         checkpoint_interval buffer_size filters score_interval candidates_at_once"""),

@@ -100,6 +100,7 @@ class Config:
     score_interval: int = 100  # updates between choices of a new buffer
     num_candidates: int = 25_000  # levels played for a choice; fast 2,500
     candidate_evals: int = 10  # episodes on each of them; fast 5
+    candidate_steps: int = 0  # of each queue of candidates, at most; 0: all are played; fast 3,000
     candidates_at_once: int = 500  # queues of them; a divisor of num_candidates; fast 250
     buffer_size: int = 1000  # K, levels kept; fast 100
     # evaluation
@@ -524,36 +525,44 @@ def make_train(config, devices=1):
         return jax.random.split(jax.random.fold_in(state.rng, state.step), 5)
 
     def play_queues(rng, params, queues):
-        """candidate_evals episodes on each level [B, Q], Q levels in turn and again, so that short
-        episodes make room -> how many were solved [B, Q], steps that were played."""
-        B, Q = jax.tree.leaves(queues)[0].shape[:2]
+        """candidate_evals episodes on each level of the queues [B, Q], one level after the other, in
+        candidate_steps at most -> solved [B, Q], whether played so often [B, Q], steps [B].
+
+        Short episodes make room; played all side by side, most would wait for those that fail."""
+        (B, Q), E = jax.tree.leaves(queues)[0].shape[:2], config.candidate_evals
         lanes = share(jnp.arange(-(-B // devices) * devices) % B)  # some twice, to deal evenly
-        obs, state = jax.vmap(reset)(jax.tree.map(lambda x: x[lanes], queues))
-        episodes, slots, number = Q * config.candidate_evals, jnp.arange(Q), len(lanes)
+        queues = jax.tree.map(lambda x: jnp.repeat(x[lanes], E, axis=1), queues)
+        (obs, state), number, slots = jax.vmap(reset)(queues), len(lanes), jnp.arange(Q)
 
         def play_step(carry):
             t, memory, obs, state, is_first, total, episode, solved, steps = carry
             noise = jax.random.gumbel(jax.random.fold_in(rng, t), (B, amaze.NUM_ACTIONS))[lanes]
             memory, action, _, _ = act(params, memory, obs, is_first, noise)
             obs, state, reward, done = jax.vmap(partial(step, restart=True))(state, action)
-            total, playing = total + reward, episode < episodes
-            won = (done & playing & amaze.solved(total))[:, None] & (episode[:, None] % Q == slots)
+            total, playing = total + reward, episode < Q * E
+            won = (done & playing & amaze.solved(total))[:, None] & (episode[:, None] // E == slots)
             total, episode = jnp.where(done, 0.0, total), episode + (done & playing)
             return t + 1, memory, obs, state, done, total, episode, solved + won, steps + playing
+
+        def going(carry):
+            in_time = carry[0] < config.candidate_steps if config.candidate_steps else True
+            return (carry[6] < Q * E).any() & in_time
 
         zero, memory = jnp.zeros(number, int), core.initial_carry(number)
         carry = 0, memory, obs, state, jnp.ones(number, bool), jnp.zeros(number), zero
         carry += jnp.zeros((number, Q), int), zero
-        played = jax.lax.while_loop(lambda x: (x[6] < episodes).any(), play_step, carry)[7:]
+        *_, episode, solved, steps = jax.lax.while_loop(going, play_step, carry)
+        played = solved, slots < episode[:, None] // E, steps
         return jax.tree.map(lambda x: x[:B], gather(played, axis=0))
 
     def score_candidates(rng, state):
         """A new buffer; of the candidates that were solved sometimes: share, means."""
         rng_levels, rng_play = jax.random.split(rng)
         levels = sample_levels(rng_levels, at_once, config.num_candidates // at_once)
-        solved, steps = play_queues(rng_play, state.student.params, levels)
-        candidates = Buffer(levels, solved / config.candidate_evals)
-        candidates = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), candidates)
+        solved, played, steps = play_queues(rng_play, state.student.params, levels)
+        solve_rate = jnp.where(played, solved / config.candidate_evals, 0.0)
+        flat = lambda x: x.reshape(-1, *x.shape[2:])
+        candidates, played = jax.tree.map(flat, (Buffer(levels, solve_rate), played))
         scores = learnability(candidates.solve_rate, config.candidate_evals)
         best = jax.lax.top_k(scores, config.buffer_size)[1]
         buffer = jax.tree.map(lambda x: x[best], candidates)
@@ -562,7 +571,7 @@ def make_train(config, devices=1):
         stats = {f"learnable_{k}": x for k, x in stats.items()}
         rollouts, rest = jnp.divmod(steps.sum() + state.more_steps, batch_steps)
         state = state.replace(buffer=buffer, rollouts=state.rollouts + rollouts, more_steps=rest)
-        return state, stats | {"learnable_share": (scores > 0).mean()}
+        return state, stats | {"learnable_share": jnp.mean(scores > 0, where=played)}
 
     def choose_levels(rng, buffer):
         """N levels, and which are of the buffer: half, drawn uniformly from the slots that are
@@ -648,7 +657,7 @@ CLEANRL = {"learning_rate": "lr", "total_timesteps": "num_updates", "clip_coef":
 gather = partial(multihost_utils.process_allgather, tiled=True)  # whole, in each process
 ALLOWED = {  # of a field or a teacher_field
     "at least 0": (lambda v: v >= 0, """lr ent_coef vf_coef n_walls num_edits eval_interval seed
-        archive_interval plot_interval devices seeds_at_once sweep_random"""),
+        archive_interval plot_interval devices seeds_at_once sweep_random candidate_steps"""),
     "at least 1": (lambda v: v >= 1, """num_updates num_envs num_evals num_steps update_epochs seeds
         num_minibatches hidden_size s5_layers max_steps eval_episodes log_interval num_students
         checkpoint_interval buffer_size filters score_interval candidates_at_once"""),

@@ -56,10 +56,10 @@ def scored():
 
     def play_queues(rng, params, queues):
         solved = (queues.agent_pos.sum(-1) + 2 * queues.goal_pos.sum(-1)) % (COPIES + 1)
-        steps = 20 + queues.agent_pos[..., 0].sum(1)
-        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (queues, solved))
+        played, steps = queues.agent_pos[..., 0] > 0, 20 + queues.agent_pos[..., 0].sum(1)
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (queues, solved * played))
         jax.debug.callback(lambda *x: seen.append(x), *flat, steps)
-        return solved, steps
+        return solved, played, steps
 
     score = inner(sfl.make_train(SMALL).update, "cycle", "score_candidates")
     swap(score, "play_queues", play_queues)
@@ -87,7 +87,9 @@ def test_what_is_logged_of_the_candidates():
             found.append((wall_map.sum(), path_length(wall_map, tuple(agent), tuple(goal))))
     walls, paths = zip(*found)
     solvable = [path for path in paths if path is not None]
-    expected = dict(share=len(found) / CANDIDATES, walls=np.mean(walls),
+    played = (levels.agent_pos[:, 0] > 0).sum()
+    assert played < CANDIDATES
+    expected = dict(share=len(found) / played, walls=np.mean(walls),
                     path_length=np.mean(solvable))  # fmt: skip
     assert close({f"learnable_{name}": x for name, x in expected.items()}, {
         name: x for name, x in metrics.items() if name[10:] in expected})  # fmt: skip
@@ -101,11 +103,11 @@ def test_scoring_counts_as_steps_of_the_environment():
     assert 0 <= after.more_steps < batch < steps.sum()
 
 
-def test_the_queues_are_played_again_and_again_from_a_fresh_memory():
+@pytest.mark.parametrize("most", [0, 50])
+def test_each_level_of_a_queue_is_played_in_turn_from_a_fresh_memory(most):
     """By a plain loop over the episodes of each queue, with the same noise."""
     B, Q = 6, 3
-    config = replace(SMALL, rnn="gru")
-    train = sfl.make_train(config)
+    train = sfl.make_train(replace(SMALL, rnn="gru", candidate_steps=most))
     play_queues = inner(train.update, "cycle", "score_candidates", "play_queues")
     act = lambda h, noise: jnp.where(h % 3 == 0, sfl.amaze.FORWARD, jnp.argmax(noise))
 
@@ -116,20 +118,21 @@ def test_the_queues_are_played_again_and_again_from_a_fresh_memory():
     swap(play_queues, "act", fake)
     sample = jax.vmap(jax.vmap(lambda rng: sfl.amaze.sample_level(rng, 6, 5, 5)))
     queues = sample(jax.random.split(SEED, (B, Q)))
-    solved, steps = map(np.asarray, jax.jit(play_queues)(SEED, None, queues))
+    solved, played, steps = map(np.asarray, jax.jit(play_queues)(SEED, None, queues))
     draw = jax.jit(lambda t: jax.random.gumbel(jax.random.fold_in(SEED, t), (B, 7)))
     noise = [draw(t) for t in range(steps.max())]
     reset, step = jax.jit(train.reset), jax.jit(train.step)
-    expected, length = np.zeros((B, Q), int), np.zeros(B, int)
-    for b, i in itertools.product(range(B), [*range(Q)] * COPIES):
+    wins, ends, length = np.zeros((B, Q), int), np.zeros((B, Q), int), np.zeros(B, int)
+    for b, i in itertools.product(range(B), np.repeat(range(Q), COPIES)):
         state, done, h = reset(jax.tree.map(lambda x: x[b, i], queues))[1], False, 0
-        while not done:
+        while not done and (not most or length[b] < most):
             h += 1
             _, state, reward, done = step(state, act(h, noise[length[b]][b]))
             length[b] += 1
-        expected[b, i] += reward > 0
-    assert (steps == length).all() and (solved == expected).all()
-    assert len({*solved.flat}) > 2
+        wins[b, i] += done and reward > 0
+        ends[b, i] += bool(done)
+    assert (steps == length).all() and (solved == wins).all() and (played == (ends == COPIES)).all()
+    assert len({*solved.flat}) > 1 and played.any() and played.all() == (not most)
 
 
 def test_the_buffer_changes_every_score_interval_before_the_levels_are_chosen():
