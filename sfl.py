@@ -525,8 +525,8 @@ def make_train(config, devices=1):
         return jax.random.split(jax.random.fold_in(state.rng, state.step), 5)
 
     def play_queues(rng, params, queues):
-        """candidate_evals episodes on each level of the queues [B, Q], one level after the other, in
-        candidate_steps at most -> solved [B, Q], whether played so often [B, Q], steps [B].
+        """candidate_evals episodes on each level of the queues [B, Q], one level after the other,
+        in candidate_steps at most -> solved [B, Q], whether played so often [B, Q], steps [B].
 
         Short episodes make room; played all side by side, most would wait for those that fail."""
         (B, Q), E = jax.tree.leaves(queues)[0].shape[:2], config.candidate_evals
