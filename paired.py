@@ -156,10 +156,10 @@ class RunnerState(struct.PyTreeNode):
 @jax.custom_vjp
 def lstm(carry, x, is_first, w, b):
     """LSTM (Hochreiter 1997): x [T, B, I], w [4H, I + H], b [4H] -> carry, h [T, B, H]; or, of
-    inputs that are projected already, x [T, B, 4H] and w [4H, H].
-
+    inputs that are projected already, x [T, B, 4H] and w [4H, H]. At each step it is flax's
+        carry, h[t] = nn.LSTMCell(H)(carry, x[t])        with carry zero where is_first[t].
     On a CPU w @ [x; h] with units first, [I + H, B], is twice as fast as the transposed product.
-    The gradient is written by hand: dw is one large product over all steps, not a sum of T."""
+    The gradient, equal too, is by hand: dw is one large product over all steps, not a sum of T."""
     return lstm_forward(carry, x, is_first, w, b)[0]
 
 
@@ -252,9 +252,8 @@ class GatedCore(nn.Module):
 def orthogonal(scale):
     """flax's initialiser, one seed after the other: on a CPU a QR decomposition that is batched
     over seeds can block jaxlib's threads for ever."""
-    draw = lambda rng, shape: nn.initializers.orthogonal()(rng, shape)
-    in_turn = lambda shape: jax.custom_batching.sequential_vmap(partial(draw, shape=shape))
-    return lambda rng, shape, dtype=None: scale * in_turn(shape)(rng)
+    draw, in_turn = nn.initializers.orthogonal(scale), jax.custom_batching.sequential_vmap
+    return lambda rng, shape, dtype=None: in_turn(partial(draw, shape=shape))(rng)
 
 
 def make_core(rnn, size, s5_layers, s5_norm):
@@ -265,11 +264,10 @@ def make_core(rnn, size, s5_layers, s5_norm):
 
 def convolution(image, filters):
     """3x3 and relu: image [..., h, w, 3] -> [..., (h - 2) * (w - 2) * filters].
-
     Written as a product, which stays one when it is vmapped over seeds."""
     *batch, height, width, _ = image.shape
-    corners = [(i, j) for i in range(3) for j in range(3)]
-    patches = [image[..., i : height - 2 + i, j : width - 2 + j, :] for i, j in corners]
+    patches = [image[..., i : height - 2 + i, j : width - 2 + j, :] for i, j in np.ndindex(3, 3)]
+    # 10: MiniGrid's highest index, an agent's; minimax and JaxUED divide by it too
     patches = jnp.concatenate(patches, axis=-1) / 10.0  # [..., h - 2, w - 2, 27]
     x = nn.Dense(filters, kernel_init=orthogonal(2**0.5), name="conv")(patches)
     return nn.relu(x).reshape(*batch, -1)
@@ -301,8 +299,8 @@ class TeacherActorCritic(nn.Module):
 
     @nn.compact
     def __call__(self, carry, obs, is_first):
-        time = nn.Embed(self.num_steps, 10, embedding_init=orthogonal(1.0))(obs.time)
-        x = [convolution(obs.image, self.filters), time, obs.noise]
+        when = nn.Embed(self.num_steps, 10, embedding_init=orthogonal(1.0))(obs.time)
+        x = [convolution(obs.image, self.filters), when, obs.noise]
         carry, x = self.core(carry, jnp.concatenate(x, axis=-1), is_first)
         hidden = lambda: jnp.tanh(nn.Dense(32, kernel_init=orthogonal(2**0.5))(x))
         logits = nn.Dense(self.num_cells, kernel_init=orthogonal(0.01))(hidden())
@@ -311,7 +309,6 @@ class TeacherActorCritic(nn.Module):
 
 
 # --- pure functions
-
 
 def gae(batch, last_value, gamma, gae_lambda):
     """A_t = delta_t + gamma lambda (1 - d_t) A_{t+1} (1506.02438, eq. 16), advantages [T, B]."""
@@ -329,7 +326,6 @@ def gae(batch, last_value, gamma, gae_lambda):
 
 def first_episodes(reward, done):
     """Return and length of the first episodes in a batch [T, B], and whether they ended; [B].
-
     Statistics are of these: of later ones mostly short, solved ones end within T steps."""
     playing = jnp.cumsum(done, axis=0) - done == 0  # [T, B]
     return (reward * playing).sum(0), playing.sum(0), done.any(0)
@@ -376,7 +372,6 @@ def make_train(config, devices=1):
     """train(rng) -> (RunnerState, metrics), one whole training; its parts: train.init(rng),
     train.update(state, steps), train.show(state) -> the levels in training; and what evaluate.py
     plays with: train.act, train.initial_carry, train.reset, train.step.
-
     devices: over how many, the mesh's axis "devices", the work of this training is split."""
     check(config)
     room = config.height * config.width - 2  # agent and goal need a cell each
@@ -395,18 +390,16 @@ def make_train(config, devices=1):
     level_stats = jax.vmap(lambda level: amaze.level_stats(level, config.max_steps))
     grid = dict(n_walls=config.n_walls, height=config.height, width=config.width)
     cells, num_places = config.height * config.width, config.n_walls + 2
-    own = "lr gamma gae_lambda ent_coef rnn hidden_size".split()
-    own = {name: getattr(config, f"teacher_{name}") for name in own}
-    teacher_config = replace(config, **own)  # what `learn` reads
-    teacher_core = make_core(own["rnn"], own["hidden_size"], config.s5_layers, config.s5_norm)
+    rnn, size = config.teacher_rnn, config.teacher_hidden_size
+    teacher_core = make_core(rnn, size, config.s5_layers, config.s5_norm)
     teacher_network = TeacherActorCritic(teacher_core, config.teacher_filters, num_places, cells)
 
     def init(rng):
         rng, rng_student, rng_teacher = jax.random.split(rng, 3)
 
-        def new_agent(rng, network, obs):
+        def new_agent(rng, model, obs):
             obs = jax.tree.map(lambda x: x[None, None], obs)
-            params = network.init(rng, network.core.initial_carry(1), obs, jnp.zeros((1, 1), bool))
+            params = model.init(rng, model.core.initial_carry(1), obs, jnp.zeros((1, 1), bool))
             return Agent(params, optimiser(0.0).init(params))  # whatever the learning rate
 
         obs = reset(amaze.sample_level(rng, **grid))[0]
@@ -415,20 +408,19 @@ def make_train(config, devices=1):
         teacher = new_agent(rng_teacher, teacher_network, amaze.teacher_reset(rng, **grid)[0])
         return RunnerState(rng, jnp.zeros((), int), students, teacher)
 
-    # On several devices each plays its share of the trajectories, and learns from its share of a
+    # On several devices each plays its part of the trajectories, and learns from its part of a
     # minibatch; all else (levels, keys, scores, statistics) they all hold and compute alike.
 
-    def share(x):
+    def my_part(x):
         """This device's part of an array [B, ...]."""
         parts = x.reshape(devices, -1, *x.shape[1:])
         return parts[jax.lax.axis_index("devices") if devices > 1 else 0]
 
-    def gather(tree, axis):
+    def whole(tree, axis):
         """The whole arrays, of which the devices have their parts."""
-        whole = partial(jax.lax.all_gather, axis_name="devices", axis=axis, tiled=True)
-        return jax.tree.map(whole, tree) if devices > 1 else tree
+        return jax.lax.all_gather(tree, "devices", axis=axis, tiled=True) if devices > 1 else tree
 
-    average = partial(jax.lax.pmean, axis_name="devices") if devices > 1 else lambda tree: tree
+    average = lambda tree: jax.lax.pmean(tree, "devices") if devices > 1 else tree
 
     def reset(level, max_steps=config.max_steps, see_through_walls=config.see_through_walls):
         """o_0, state, of a level or a queue of levels [Q, ...]."""
@@ -438,26 +430,27 @@ def make_train(config, devices=1):
         """o_{t+1}, state, r_t, d_t; restart: on done, o and state open the queue's next episode."""
         return (amaze.step_and_reset if restart else amaze.step)(state, action)
 
-    def act(network, params, carry, obs, is_first, noise):
+    def act(model, params, carry, obs, is_first, noise):
         """A step of B agents -> carry, a_t, log pi(a_t), V. Gumbel noise makes argmax sample."""
         inputs = jax.tree.map(lambda x: x[None], (obs, is_first))
-        carry, policy, value = network.apply(params, carry, *inputs)
+        carry, policy, value = model.apply(params, carry, *inputs)
         action = jnp.argmax(policy.logits + noise, axis=-1)
         return carry, action[0], policy.log_prob(action)[0], value[0]
 
     def design(rng, params):
         """The teacher's episode on N empty grids -> batch [L, N] without reward, levels [N]."""
         rng_reset, rng_step, rng_noise = jax.random.split(rng, 3)
-        rng_reset = share(jax.random.split(rng_reset, config.num_envs))
-        rngs = jax.vmap(share)(jax.random.split(rng_step, (num_places, config.num_envs)))
-        noise = jax.vmap(share)(jax.random.gumbel(rng_noise, (num_places, config.num_envs, cells)))
+        rng_reset = my_part(jax.random.split(rng_reset, config.num_envs))
+        shape = num_places, config.num_envs
+        rngs = jax.vmap(my_part)(jax.random.split(rng_step, shape))
+        noise = jax.vmap(my_part)(jax.random.gumbel(rng_noise, (*shape, cells)))
         obs, state = jax.vmap(partial(amaze.teacher_reset, **grid))(rng_reset)
+        choose_cell = partial(act, teacher_network, params)
 
         def design_step(carry, x):
             memory, obs, state, is_first = carry
             rngs, noise = x
-            inputs = memory, obs, is_first, noise
-            memory, action, log_prob, value = act(teacher_network, params, *inputs)
+            memory, action, log_prob, value = choose_cell(memory, obs, is_first, noise)
             next_obs, state, done = jax.vmap(amaze.teacher_step)(rngs, state, action)
             reward = jnp.zeros(len(done))
             transition = Transition(obs, is_first, action, log_prob, value, reward, done)
@@ -466,15 +459,15 @@ def make_train(config, devices=1):
         number = len(rng_reset)
         carry = teacher_core.initial_carry(number), obs, state, jnp.ones(number, bool)
         (_, _, state, _), batch = jax.lax.scan(design_step, carry, (rngs, noise))
-        return gather(batch, axis=1), gather(state.level, axis=0)
+        return whole(batch, axis=1), whole(state.level, axis=0)
 
     def rollout(rng, params, queue):
         """T steps on E copies of N levels -> batch [T, B], V(o_T) [B]; episode k of trajectory b
         plays queue[b // E, k % Q] of the levels [N, Q]."""
         queue = jax.tree.map(lambda x: jnp.repeat(x, config.num_evals, axis=0), queue)
         shape = config.num_steps + 1, len(jax.tree.leaves(queue)[0]), amaze.NUM_ACTIONS
-        noise = jax.vmap(share)(jax.random.gumbel(rng, shape))  # faster than step by step
-        obs, state = jax.vmap(reset)(jax.tree.map(share, queue))
+        noise = jax.vmap(my_part)(jax.random.gumbel(rng, shape))  # faster than step by step
+        obs, state = jax.vmap(reset)(jax.tree.map(my_part, queue))
 
         def play_step(carry, noise):
             memory, obs, state, is_first = carry
@@ -487,12 +480,12 @@ def make_train(config, devices=1):
         carry = core.initial_carry(number), obs, state, jnp.ones(number, bool)
         (memory, obs, _, is_first), batch = jax.lax.scan(play_step, carry, noise[:-1])
         last_value = act(network, params, memory, obs, is_first, noise[-1])[3]
-        return gather(batch, axis=1), gather(last_value, axis=0)
+        return whole(batch, axis=1), whole(last_value, axis=0)
 
-    def loss(params, network, config, batch, advantage, target):
+    def loss(params, model, ent_coef, batch, advantage, target):
         """PPO's clipped objective (1707.06347, eq. 7 and 9); the value's likewise: clip_vloss."""
-        carry = network.core.initial_carry(advantage.shape[1])
-        _, policy, value = network.apply(params, carry, batch.obs, batch.is_first)
+        carry = model.core.initial_carry(advantage.shape[1])
+        _, policy, value = model.apply(params, carry, batch.obs, batch.is_first)
         log_ratio = policy.log_prob(batch.action) - batch.log_prob
         ratio = jnp.exp(log_ratio)
         near = lambda x, center: center + jnp.clip(x - center, -config.clip_eps, config.clip_eps)
@@ -508,20 +501,20 @@ def make_train(config, devices=1):
             "clip_fraction": (jnp.abs(ratio - 1) > config.clip_eps).mean(),
         }
         total = metrics["policy_loss"] + config.vf_coef * metrics["value_loss"]
-        total -= config.ent_coef * metrics["entropy"]
+        total -= ent_coef * metrics["entropy"]
         return total, metrics | {"total_loss": total}
 
-    def learn(network, config, rng, agent, lr, batch, last_value):
+    def learn(model, lr, gamma, gae_lambda, ent_coef, rng, agent, batch, last_value):
         """update_epochs passes of PPO over the batch [T, B] -> agent, metrics."""
-        advantage = gae(batch, last_value, config.gamma, config.gae_lambda)
+        advantage = gae(batch, last_value, gamma, gae_lambda)
         target = advantage + batch.value
 
         def minibatch(agent, columns):
             mean, std = advantage[:, columns].mean(), advantage[:, columns].std()
             data = batch, (advantage - mean) / (std + 1e-5), target
-            data = jax.tree.map(lambda x: x[:, share(columns)], data)
-            inputs = agent.params, network, config, *data
-            grads, metrics = average(jax.grad(loss, has_aux=True)(*inputs))
+            data = jax.tree.map(lambda x: x[:, my_part(columns)], data)
+            gradient = jax.grad(loss, has_aux=True)
+            grads, metrics = average(gradient(agent.params, model, ent_coef, *data))
             updates, opt_state = optimiser(lr).update(grads, agent.opt_state, agent.params)
             agent = Agent(optax.apply_updates(agent.params, updates), opt_state)
             norms = {"grad_norm": grads, "param_norm": agent.params}
@@ -557,7 +550,7 @@ def make_train(config, devices=1):
     def over_students(function, *args):
         """vmap over the students [S, ...]; on a CPU they are faster in turn."""
         at_once = None if jax.default_backend() == "cpu" else config.num_students
-        return jax.lax.map(lambda args: function(*args), args, batch_size=at_once)
+        return jax.lax.map(lambda x: function(*x), args, batch_size=at_once)
 
     def evaluate(rng, students):
         """The students, and each one's solve rate and return on each test maze, and their means."""
@@ -580,7 +573,7 @@ def make_train(config, devices=1):
 
     def cycle(state, _):
         rng_levels, rng_rollout, rng_learn, rng_teacher, rng_eval = cycle_rngs(state)
-        step = state.step + 1
+        cycles = state.step + 1  # with this one
 
         # 1. THE TEACHER DESIGNS N LEVELS
         designs, levels = design(rng_levels, state.teacher.params)
@@ -600,31 +593,34 @@ def make_train(config, devices=1):
         # 4. THE STUDENTS LEARN
         decay = 1 - state.step / config.num_updates if config.anneal_lr else 1.0
         lr = config.lr * decay
+        of_student = config.gamma, config.gae_lambda, config.ent_coef
+        learn_student = partial(learn, network, lr, *of_student)
         rngs = jax.random.split(rng_learn, config.num_students)
-        learn_student = lambda rng, *data: learn(network, config, rng, data[0], lr, *data[1:])
         students, metrics = over_students(learn_student, rngs, state.students, batch, last_value)
 
         # 5. THE TEACHER LEARNS
         zeros = jnp.zeros(config.num_envs)  # after the last step of a design there is no value
-        inputs = rng_teacher, state.teacher, teacher_config.lr * decay, designs, zeros
-        teacher, losses = learn(teacher_network, teacher_config, *inputs)
+        of_teacher = config.teacher_gamma, config.teacher_gae_lambda, config.teacher_ent_coef
+        learn_teacher = partial(learn, teacher_network, config.teacher_lr * decay, *of_teacher)
+        teacher, losses = learn_teacher(rng_teacher, state.teacher, designs, zeros)
 
-        # 6. EVALUATE
+        # 6. LOG AND EVALUATE
         episode = jax.vmap(first_episodes)(batch.reward, batch.done)
         metrics |= {f"train_{name}": x for name, x in jax.vmap(episode_stats)(*episode).items()}
         if config.eval_interval:
-            due = (step % config.eval_interval == 0) | (step == config.num_updates)
+            due = (cycles % config.eval_interval == 0) | (cycles == config.num_updates)
             metrics |= jax.lax.cond(due, evaluate, partial(skip, evaluate), rng_eval, students)[1]
         others = [f"student_{i}_" for i in range(1, config.num_students)]
         names = ["", *(["antagonist_"] if config.regret == "paired" else others)]
         metrics = {who + k: x[i] for i, who in enumerate(names) for k, x in metrics.items()}
         metrics |= {f"teacher_{name}": x for name, x in losses.items()} | {"regret": reward.mean()}
         # the command line needs these two: a student's PPO updates, rollouts of N * E * T steps
-        metrics |= {"grad_updates": step, "rollouts": step * config.num_students, "current_lr": lr}
+        rollouts = cycles * config.num_students
+        metrics |= {"grad_updates": cycles, "rollouts": rollouts, "current_lr": lr}
         metrics |= {k: jnp.nanmean(x) for k, x in level_stats(levels).items()}
         if "solvable" in metrics:
             metrics["unsolvable_share"] = 1 - metrics["solvable"]
-        return state.replace(step=step, students=students, teacher=teacher), metrics
+        return state.replace(step=cycles, students=students, teacher=teacher), metrics
 
     def update(state, steps):
         """-> RunnerState after that many cycles, metrics: name -> [steps]."""

@@ -180,10 +180,10 @@ class RunnerState(struct.PyTreeNode):
 @jax.custom_vjp
 def lstm(carry, x, is_first, w, b):
     """LSTM (Hochreiter 1997): x [T, B, I], w [4H, I + H], b [4H] -> carry, h [T, B, H]; or, of
-    inputs that are projected already, x [T, B, 4H] and w [4H, H].
-
+    inputs that are projected already, x [T, B, 4H] and w [4H, H]. At each step it is flax's
+        carry, h[t] = nn.LSTMCell(H)(carry, x[t])        with carry zero where is_first[t].
     On a CPU w @ [x; h] with units first, [I + H, B], is twice as fast as the transposed product.
-    The gradient is written by hand: dw is one large product over all steps, not a sum of T."""
+    The gradient, equal too, is by hand: dw is one large product over all steps, not a sum of T."""
     return lstm_forward(carry, x, is_first, w, b)[0]
 
 
@@ -276,9 +276,8 @@ class GatedCore(nn.Module):
 def orthogonal(scale):
     """flax's initialiser, one seed after the other: on a CPU a QR decomposition that is batched
     over seeds can block jaxlib's threads for ever."""
-    draw = lambda rng, shape: nn.initializers.orthogonal()(rng, shape)
-    in_turn = lambda shape: jax.custom_batching.sequential_vmap(partial(draw, shape=shape))
-    return lambda rng, shape, dtype=None: scale * in_turn(shape)(rng)
+    draw, in_turn = nn.initializers.orthogonal(scale), jax.custom_batching.sequential_vmap
+    return lambda rng, shape, dtype=None: in_turn(partial(draw, shape=shape))(rng)
 
 
 def make_core(rnn, size, s5_layers, s5_norm):
@@ -289,11 +288,10 @@ def make_core(rnn, size, s5_layers, s5_norm):
 
 def convolution(image, filters):
     """3x3 and relu: image [..., h, w, 3] -> [..., (h - 2) * (w - 2) * filters].
-
     Written as a product, which stays one when it is vmapped over seeds."""
     *batch, height, width, _ = image.shape
-    corners = [(i, j) for i in range(3) for j in range(3)]
-    patches = [image[..., i : height - 2 + i, j : width - 2 + j, :] for i, j in corners]
+    patches = [image[..., i : height - 2 + i, j : width - 2 + j, :] for i, j in np.ndindex(3, 3)]
+    # 10: MiniGrid's highest index, an agent's; minimax and JaxUED divide by it too
     patches = jnp.concatenate(patches, axis=-1) / 10.0  # [..., h - 2, w - 2, 27]
     x = nn.Dense(filters, kernel_init=orthogonal(2**0.5), name="conv")(patches)
     return nn.relu(x).reshape(*batch, -1)
@@ -317,7 +315,6 @@ class ActorCritic(nn.Module):
 
 # --- pure functions
 
-
 def gae(batch, last_value, gamma, gae_lambda):
     """A_t = delta_t + gamma lambda (1 - d_t) A_{t+1} (1506.02438, eq. 16), advantages [T, B]."""
 
@@ -334,7 +331,6 @@ def gae(batch, last_value, gamma, gae_lambda):
 
 def first_episodes(reward, done):
     """Return and length of the first episodes in a batch [T, B], and whether they ended; [B].
-
     Statistics are of these: of later ones mostly short, solved ones end within T steps."""
     playing = jnp.cumsum(done, axis=0) - done == 0  # [T, B]
     return (reward * playing).sum(0), playing.sum(0), done.any(0)
@@ -439,7 +435,6 @@ def make_train(config, devices=1):
     """train(rng) -> (RunnerState, metrics), one whole training; its parts: train.init(rng),
     train.update(state, steps), train.show(state) -> the levels in training; and what evaluate.py
     plays with: train.act, train.initial_carry, train.reset, train.step.
-
     devices: over how many, the mesh's axis "devices", the work of this training is split."""
     check(config)
     room = config.height * config.width - 2  # agent and goal need a cell each
@@ -451,6 +446,7 @@ def make_train(config, devices=1):
         for name, low in {"num_evals": 2, "num_steps": config.max_steps}.items():
             demand(getattr(config, name) >= low, config, f"{name} score", f"at least {low}")
     blocks = 2 if config.parallel else 1  # of N levels in a rollout
+    replay_block = 1 if config.parallel else 0  # the block that is replayed and learned from
     offered = config.num_envs * blocks  # levels of a cycle
     demand(config.buffer_size >= offered, config, "buffer_size num_envs", f"at least {offered}")
     core = make_core(config.rnn, config.hidden_size, config.s5_layers, config.s5_norm)
@@ -467,28 +463,26 @@ def make_train(config, devices=1):
         fine = config.score != "oracle_regret" or "optimal_return" in stats
         demand(fine, config, "score", "another: the environment knows no optimal return")
         obs = jax.tree.map(lambda x: x[None, None], reset(level)[0])
-        inputs = core.initial_carry(1), obs, jnp.zeros((1, 1), bool)
-        params = network.init(rng_student, *inputs)
+        params = network.init(rng_student, core.initial_carry(1), obs, jnp.zeros((1, 1), bool))
         student = Agent(params, optimiser(0.0).init(params))  # whatever the learning rate
         slot = Buffer(level, amaze.level_code(level), False, 0.0, 0.0, 0.0, stats, 0, 0)
         free = lambda x: jnp.zeros((config.buffer_size, *jnp.shape(x)), jnp.result_type(x))
         buffer, zero = jax.tree.map(free, slot), jnp.zeros((), int)
         return RunnerState(rng, zero, zero, student, buffer)
 
-    # On several devices each plays its share of the trajectories, and learns from its share of a
+    # On several devices each plays its part of the trajectories, and learns from its part of a
     # minibatch; all else (levels, keys, scores, statistics) they all hold and compute alike.
 
-    def share(x):
+    def my_part(x):
         """This device's part of an array [B, ...]."""
         parts = x.reshape(devices, -1, *x.shape[1:])
         return parts[jax.lax.axis_index("devices") if devices > 1 else 0]
 
-    def gather(tree, axis):
+    def whole(tree, axis):
         """The whole arrays, of which the devices have their parts."""
-        whole = partial(jax.lax.all_gather, axis_name="devices", axis=axis, tiled=True)
-        return jax.tree.map(whole, tree) if devices > 1 else tree
+        return jax.lax.all_gather(tree, "devices", axis=axis, tiled=True) if devices > 1 else tree
 
-    average = partial(jax.lax.pmean, axis_name="devices") if devices > 1 else lambda tree: tree
+    average = lambda tree: jax.lax.pmean(tree, "devices") if devices > 1 else tree
 
     def reset(level, max_steps=config.max_steps, see_through_walls=config.see_through_walls):
         """o_0, state, of a level or a queue of levels [Q, ...]."""
@@ -518,8 +512,8 @@ def make_train(config, devices=1):
         plays queue[b // E, k % Q] of the levels [N, Q]."""
         queue = jax.tree.map(lambda x: jnp.repeat(x, config.num_evals, axis=0), queue)
         shape = config.num_steps + 1, len(jax.tree.leaves(queue)[0]), amaze.NUM_ACTIONS
-        noise = jax.vmap(share)(jax.random.gumbel(rng, shape))  # faster than step by step
-        obs, state = jax.vmap(reset)(jax.tree.map(share, queue))
+        noise = jax.vmap(my_part)(jax.random.gumbel(rng, shape))  # faster than step by step
+        obs, state = jax.vmap(reset)(jax.tree.map(my_part, queue))
 
         def play_step(carry, noise):
             memory, obs, state, is_first = carry
@@ -532,7 +526,7 @@ def make_train(config, devices=1):
         carry = core.initial_carry(number), obs, state, jnp.ones(number, bool)
         (memory, obs, _, is_first), batch = jax.lax.scan(play_step, carry, noise[:-1])
         last_value = act(params, memory, obs, is_first, noise[-1])[3]
-        return gather(batch, axis=1), gather(last_value, axis=0)
+        return whole(batch, axis=1), whole(last_value, axis=0)
 
     def loss(params, batch, advantage, target):
         """PPO's clipped objective (1707.06347, eq. 7 and 9); the value's likewise: clip_vloss."""
@@ -564,7 +558,7 @@ def make_train(config, devices=1):
         def minibatch(student, columns):
             mean, std = advantage[:, columns].mean(), advantage[:, columns].std()
             data = batch, (advantage - mean) / (std + 1e-5), target
-            data = jax.tree.map(lambda x: x[:, share(columns)], data)
+            data = jax.tree.map(lambda x: x[:, my_part(columns)], data)
             grads, metrics = average(jax.grad(loss, has_aux=True)(student.params, *data))
             updates, opt_state = optimiser(lr).update(grads, student.opt_state, student.params)
             student = Agent(optax.apply_updates(student.params, updates), opt_state)
@@ -602,8 +596,7 @@ def make_train(config, devices=1):
         """The student, and its solve rate and return on each test maze, and their means."""
         rng_mazes, rng_play = jax.random.split(rng)
         levels = amaze.sample_mazes(rng_mazes, mazes, config.eval_episodes)
-        total, _ = play(rng_play, student.params, *levels)
-        total = total.reshape(len(mazes), config.eval_episodes)
+        total = play(rng_play, student.params, *levels)[0].reshape(len(mazes), -1)
         scores = {"eval_solve_rate": amaze.solved(total).mean(1), "eval_return": total.mean(1)}
         each = {f"{k}/{m}": x[i] for k, x in scores.items() for i, m in enumerate(mazes)}
         return student, each | {name: score.mean() for name, score in scores.items()}
@@ -643,10 +636,10 @@ def make_train(config, devices=1):
         touched = jnp.full(len(code), state.step)
         return Buffer(levels, code, *entries, mutations, touched), slot
 
-    def buffer_stats(buffer, step):
+    def buffer_stats(buffer, now):
         """Means over the taken slots, and means weighted by P."""
-        probability = replay_probabilities(buffer, step, *strength)
-        stats = buffer.stats | {"score": buffer.score, "age": step - buffer.touched}
+        probability = replay_probabilities(buffer, now, *strength)
+        stats = buffer.stats | {"score": buffer.score, "age": now - buffer.touched}
         if "optimal_return" in stats:
             stats["regret"] = stats["optimal_return"] - buffer.mean_return
         weighted = means({"score": buffer.score}, probability)
@@ -654,10 +647,10 @@ def make_train(config, devices=1):
         metrics["fill"] = buffer.scored.mean()
         return {f"buffer_{name}": x for name, x in metrics.items()}
 
-    def replays(step):
-        """Whether cycle `step` replays; the same for all seeds, so that it stays a branch."""
-        warm = (1.0 * step * offered >= config.min_fill * config.buffer_size) & (step > 0)
-        draw = jax.random.uniform(jax.random.fold_in(jax.random.key(0), step))
+    def replays(now):
+        """Whether cycle `now` replays; the same for all seeds, so that it stays a branch."""
+        warm = (1.0 * now * offered >= config.min_fill * config.buffer_size) & (now > 0)
+        draw = jax.random.uniform(jax.random.fold_in(jax.random.key(0), now))
         return warm if config.parallel else warm & (draw < config.replay_prob)
 
     def cycle_rngs(state):
@@ -666,7 +659,7 @@ def make_train(config, devices=1):
 
     def cycle(state, _):
         rng_fresh, rng_choice, rng_rollout, rng_learn, rng_eval = cycle_rngs(state)
-        step = state.step + 1
+        cycles = state.step + 1  # with this one
         lr = config.lr * (1 - state.step / config.num_updates if config.anneal_lr else 1.0)
 
         # 1. CHOOSE LEVELS
@@ -677,7 +670,7 @@ def make_train(config, devices=1):
             choice = jax.tree.map(lambda *x: jnp.concatenate(x), *choice)
         levels, mutations = choice
         block = jnp.arange(len(mutations)) // config.num_envs
-        replayed = replay & state.buffer.scored.any() & (block == config.parallel)
+        replayed = replay & state.buffer.scored.any() & (block == replay_block)
 
         # 2. ROLL OUT
         queue = jax.tree.map(lambda x: x[:, None], levels)  # of one level: on done, restart it
@@ -691,30 +684,30 @@ def make_train(config, devices=1):
 
         # 5. LEARN
         learns = replay | (not config.robust)
-        last = slice(config.parallel * trajectories, (1 + config.parallel) * trajectories)
-        data = jax.tree.map(lambda x: x[:, last], batch), last_value[last]
+        columns = slice(replay_block * trajectories, (replay_block + 1) * trajectories)
+        data = jax.tree.map(lambda x: x[:, columns], batch), last_value[columns]
         inputs = rng_learn, state.student, lr, *data
         student, metrics = jax.lax.cond(learns, learn, partial(skip, learn), *inputs)
 
-        # 6. EVALUATE
+        # 6. LOG AND EVALUATE
         grad_updates = state.grad_updates + learns
         # the command line needs these two: PPO updates so far, rollouts of N * E * T steps so far
-        metrics |= {"grad_updates": grad_updates, "rollouts": step * blocks, "current_lr": lr}
+        metrics |= {"grad_updates": grad_updates, "rollouts": cycles * blocks, "current_lr": lr}
         episode = first_episodes(batch.reward, batch.done)
         metrics |= {f"train_{name}": x for name, x in episode_stats(*episode).items()}
         for name, where in {"fresh": ~replayed, "replay": replayed}.items():
             stats = means(entries.stats, where)
             stats |= episode_stats(*episode, jnp.repeat(where, config.num_evals))
             metrics |= {f"{name}_{key}": x for key, x in stats.items()}
-        learned = learns & (block == config.parallel)
+        learned = learns & (block == replay_block)
         if "solvable" in entries.stats:
             metrics["unsolvable_share"] = jnp.mean(~entries.stats["solvable"], where=learned)
-        metrics |= buffer_stats(buffer, step)
+        metrics |= buffer_stats(buffer, cycles)
         if config.eval_interval:
-            due = (step % config.eval_interval == 0) | (step == config.num_updates)
+            due = (cycles % config.eval_interval == 0) | (cycles == config.num_updates)
             metrics |= jax.lax.cond(due, evaluate, partial(skip, evaluate), rng_eval, student)[1]
-        state = state.replace(step=step, grad_updates=grad_updates, student=student, buffer=buffer)
-        return state, metrics
+        state = state.replace(step=cycles, grad_updates=grad_updates)
+        return state.replace(student=student, buffer=buffer), metrics
 
     def update(state, steps):
         """-> RunnerState after that many cycles, metrics: name -> [steps]."""

@@ -164,10 +164,10 @@ class RunnerState(struct.PyTreeNode):
 @jax.custom_vjp
 def lstm(carry, x, is_first, w, b):
     """LSTM (Hochreiter 1997): x [T, B, I], w [4H, I + H], b [4H] -> carry, h [T, B, H]; or, of
-    inputs that are projected already, x [T, B, 4H] and w [4H, H].
-
+    inputs that are projected already, x [T, B, 4H] and w [4H, H]. At each step it is flax's
+        carry, h[t] = nn.LSTMCell(H)(carry, x[t])        with carry zero where is_first[t].
     On a CPU w @ [x; h] with units first, [I + H, B], is twice as fast as the transposed product.
-    The gradient is written by hand: dw is one large product over all steps, not a sum of T."""
+    The gradient, equal too, is by hand: dw is one large product over all steps, not a sum of T."""
     return lstm_forward(carry, x, is_first, w, b)[0]
 
 
@@ -260,9 +260,8 @@ class GatedCore(nn.Module):
 def orthogonal(scale):
     """flax's initialiser, one seed after the other: on a CPU a QR decomposition that is batched
     over seeds can block jaxlib's threads for ever."""
-    draw = lambda rng, shape: nn.initializers.orthogonal()(rng, shape)
-    in_turn = lambda shape: jax.custom_batching.sequential_vmap(partial(draw, shape=shape))
-    return lambda rng, shape, dtype=None: scale * in_turn(shape)(rng)
+    draw, in_turn = nn.initializers.orthogonal(scale), jax.custom_batching.sequential_vmap
+    return lambda rng, shape, dtype=None: in_turn(partial(draw, shape=shape))(rng)
 
 
 def make_core(rnn, size, s5_layers, s5_norm):
@@ -273,11 +272,10 @@ def make_core(rnn, size, s5_layers, s5_norm):
 
 def convolution(image, filters):
     """3x3 and relu: image [..., h, w, 3] -> [..., (h - 2) * (w - 2) * filters].
-
     Written as a product, which stays one when it is vmapped over seeds."""
     *batch, height, width, _ = image.shape
-    corners = [(i, j) for i in range(3) for j in range(3)]
-    patches = [image[..., i : height - 2 + i, j : width - 2 + j, :] for i, j in corners]
+    patches = [image[..., i : height - 2 + i, j : width - 2 + j, :] for i, j in np.ndindex(3, 3)]
+    # 10: MiniGrid's highest index, an agent's; minimax and JaxUED divide by it too
     patches = jnp.concatenate(patches, axis=-1) / 10.0  # [..., h - 2, w - 2, 27]
     x = nn.Dense(filters, kernel_init=orthogonal(2**0.5), name="conv")(patches)
     return nn.relu(x).reshape(*batch, -1)
@@ -301,7 +299,6 @@ class ActorCritic(nn.Module):
 
 # --- pure functions
 
-
 def gae(batch, last_value, gamma, gae_lambda):
     """A_t = delta_t + gamma lambda (1 - d_t) A_{t+1} (1506.02438, eq. 16), advantages [T, B]."""
 
@@ -318,7 +315,6 @@ def gae(batch, last_value, gamma, gae_lambda):
 
 def first_episodes(reward, done):
     """Return and length of the first episodes in a batch [T, B], and whether they ended; [B].
-
     Statistics are of these: of later ones mostly short, solved ones end within T steps."""
     playing = jnp.cumsum(done, axis=0) - done == 0  # [T, B]
     return (reward * playing).sum(0), playing.sum(0), done.any(0)
@@ -341,11 +337,23 @@ def learnability(solve_rate, evals):
     return jnp.round(solve_rate * (1 - solve_rate) * evals**2)
 
 
+def check_candidates(config, at_once, batch_steps):
+    """Refuse more candidates than can be counted, a larger buffer, and turns that do not deal."""
+    fits = 2**31 - batch_steps  # an int32 counts their steps
+    most = max(fits // config.candidate_evals // config.max_steps, 0)
+    allowed = f"with these candidate_evals, max_steps and num_steps at most {most}"
+    demand(config.num_candidates <= most, config, "num_candidates", allowed)
+    number = config.num_candidates
+    fine = config.buffer_size <= number
+    demand(fine, config, "buffer_size num_candidates", f"at most {number}")
+    fine = number % at_once == 0
+    demand(fine, config, "candidates_at_once num_candidates", f"a divisor of {number}")
+
+
 def make_train(config, devices=1):
     """train(rng) -> (RunnerState, metrics), one whole training; its parts: train.init(rng),
     train.update(state, steps), train.show(state) -> the levels in training; and what evaluate.py
     plays with: train.act, train.initial_carry, train.reset, train.step.
-
     devices: over how many, the mesh's axis "devices", the work of this training is split."""
     check(config)
     room = config.height * config.width - 2  # agent and goal need a cell each
@@ -356,15 +364,7 @@ def make_train(config, devices=1):
     fine = trajectories % config.num_minibatches == 0
     demand(fine, config, "num_minibatches num_envs num_evals", f"a divisor of {trajectories}")
     at_once = min(config.candidates_at_once, config.num_candidates)
-    fits = 2**31 - batch_steps  # an int32 counts their steps
-    most = max(fits // config.candidate_evals // config.max_steps, 0)
-    allowed = f"with these candidate_evals, max_steps and num_steps at most {most}"
-    demand(config.num_candidates <= most, config, "num_candidates", allowed)
-    fine = config.buffer_size <= config.num_candidates
-    demand(fine, config, "buffer_size num_candidates", f"at most {config.num_candidates}")
-    fine = config.num_candidates % at_once == 0
-    allowed = f"a divisor of {config.num_candidates}"
-    demand(fine, config, "candidates_at_once num_candidates", allowed)
+    check_candidates(config, at_once, batch_steps)
     core = make_core(config.rnn, config.hidden_size, config.s5_layers, config.s5_norm)
     network = ActorCritic(core)
     mazes = maze_names(config.eval_suite)
@@ -375,27 +375,25 @@ def make_train(config, devices=1):
     def init(rng):
         rng, rng_student = jax.random.split(rng)
         obs = jax.tree.map(lambda x: x[None, None], reset(sample_levels(rng))[0])
-        inputs = core.initial_carry(1), obs, jnp.zeros((1, 1), bool)
-        params = network.init(rng_student, *inputs)
+        params = network.init(rng_student, core.initial_carry(1), obs, jnp.zeros((1, 1), bool))
         student = Agent(params, optimiser(0.0).init(params))  # whatever the learning rate
         empty = lambda x: jnp.zeros((config.buffer_size, *x.shape), x.dtype)
         slot, zero = Buffer(sample_levels(rng), jnp.zeros(())), jnp.zeros((), int)
         return RunnerState(rng, zero, zero, zero, student, jax.tree.map(empty, slot))
 
-    # On several devices each plays its share of the trajectories, and learns from its share of a
+    # On several devices each plays its part of the trajectories, and learns from its part of a
     # minibatch; all else (levels, keys, scores, statistics) they all hold and compute alike.
 
-    def share(x):
+    def my_part(x):
         """This device's part of an array [B, ...]."""
         parts = x.reshape(devices, -1, *x.shape[1:])
         return parts[jax.lax.axis_index("devices") if devices > 1 else 0]
 
-    def gather(tree, axis):
+    def whole(tree, axis):
         """The whole arrays, of which the devices have their parts."""
-        whole = partial(jax.lax.all_gather, axis_name="devices", axis=axis, tiled=True)
-        return jax.tree.map(whole, tree) if devices > 1 else tree
+        return jax.lax.all_gather(tree, "devices", axis=axis, tiled=True) if devices > 1 else tree
 
-    average = partial(jax.lax.pmean, axis_name="devices") if devices > 1 else lambda tree: tree
+    average = lambda tree: jax.lax.pmean(tree, "devices") if devices > 1 else tree
 
     def reset(level, max_steps=config.max_steps, see_through_walls=config.see_through_walls):
         """o_0, state, of a level or a queue of levels [Q, ...]."""
@@ -425,8 +423,8 @@ def make_train(config, devices=1):
         plays queue[b // E, k % Q] of the levels [N, Q]."""
         queue = jax.tree.map(lambda x: jnp.repeat(x, config.num_evals, axis=0), queue)
         shape = config.num_steps + 1, len(jax.tree.leaves(queue)[0]), amaze.NUM_ACTIONS
-        noise = jax.vmap(share)(jax.random.gumbel(rng, shape))  # faster than step by step
-        obs, state = jax.vmap(reset)(jax.tree.map(share, queue))
+        noise = jax.vmap(my_part)(jax.random.gumbel(rng, shape))  # faster than step by step
+        obs, state = jax.vmap(reset)(jax.tree.map(my_part, queue))
 
         def play_step(carry, noise):
             memory, obs, state, is_first = carry
@@ -439,7 +437,7 @@ def make_train(config, devices=1):
         carry = core.initial_carry(number), obs, state, jnp.ones(number, bool)
         (memory, obs, _, is_first), batch = jax.lax.scan(play_step, carry, noise[:-1])
         last_value = act(params, memory, obs, is_first, noise[-1])[3]
-        return gather(batch, axis=1), gather(last_value, axis=0)
+        return whole(batch, axis=1), whole(last_value, axis=0)
 
     def loss(params, batch, advantage, target):
         """PPO's clipped objective (1707.06347, eq. 7 and 9); the value's likewise: clip_vloss."""
@@ -471,7 +469,7 @@ def make_train(config, devices=1):
         def minibatch(student, columns):
             mean, std = advantage[:, columns].mean(), advantage[:, columns].std()
             data = batch, (advantage - mean) / (std + 1e-5), target
-            data = jax.tree.map(lambda x: x[:, share(columns)], data)
+            data = jax.tree.map(lambda x: x[:, my_part(columns)], data)
             grads, metrics = average(jax.grad(loss, has_aux=True)(student.params, *data))
             updates, opt_state = optimiser(lr).update(grads, student.opt_state, student.params)
             student = Agent(optax.apply_updates(student.params, updates), opt_state)
@@ -509,8 +507,7 @@ def make_train(config, devices=1):
         """The student, and its solve rate and return on each test maze, and their means."""
         rng_mazes, rng_play = jax.random.split(rng)
         levels = amaze.sample_mazes(rng_mazes, mazes, config.eval_episodes)
-        total, _ = play(rng_play, student.params, *levels)
-        total = total.reshape(len(mazes), config.eval_episodes)
+        total = play(rng_play, student.params, *levels)[0].reshape(len(mazes), -1)
         scores = {"eval_solve_rate": amaze.solved(total).mean(1), "eval_return": total.mean(1)}
         each = {f"{k}/{m}": x[i] for k, x in scores.items() for i, m in enumerate(mazes)}
         return student, each | {name: score.mean() for name, score in scores.items()}
@@ -530,7 +527,7 @@ def make_train(config, devices=1):
 
         Short episodes make room; played all side by side, most would wait for those that fail."""
         (B, Q), E = jax.tree.leaves(queues)[0].shape[:2], config.candidate_evals
-        lanes = share(jnp.arange(-(-B // devices) * devices) % B)  # some twice, to deal evenly
+        lanes = my_part(jnp.arange(-(-B // devices) * devices) % B)  # some twice, to deal evenly
         queues = jax.tree.map(lambda x: jnp.repeat(x[lanes], E, axis=1), queues)
         (obs, state), number, slots = jax.vmap(reset)(queues), len(lanes), jnp.arange(Q)
 
@@ -553,7 +550,7 @@ def make_train(config, devices=1):
         carry += jnp.zeros((number, Q), int), zero
         *_, episode, solved, steps = jax.lax.while_loop(going, play_step, carry)
         played = solved, slots < episode[:, None] // E, steps
-        return jax.tree.map(lambda x: x[:B], gather(played, axis=0))
+        return jax.tree.map(lambda x: x[:B], whole(played, axis=0))
 
     def score_candidates(rng, state):
         """A new buffer; of the candidates that were solved sometimes: share, means."""
@@ -586,7 +583,7 @@ def make_train(config, devices=1):
 
     def cycle(state, _):
         rng_candidates, rng_levels, rng_rollout, rng_learn, rng_eval = cycle_rngs(state)
-        step = state.step + 1
+        cycles = state.step + 1  # with this one
         lr = config.lr * (1 - state.step / config.num_updates if config.anneal_lr else 1.0)
 
         # 1. CHOOSE LEVELS
@@ -602,10 +599,10 @@ def make_train(config, devices=1):
         # 3. LEARN
         student, metrics = learn(rng_learn, state.student, lr, batch, last_value)
 
-        # 4. EVALUATE
+        # 4. LOG AND EVALUATE
         # the command line needs these two: PPO updates so far, rollouts of N * E * T steps so far
         rollouts = state.rollouts + 1
-        metrics |= {"grad_updates": step, "rollouts": rollouts, "current_lr": lr} | scores
+        metrics |= {"grad_updates": cycles, "rollouts": rollouts, "current_lr": lr} | scores
         episode = first_episodes(batch.reward, batch.done)
         metrics |= {f"train_{name}": x for name, x in episode_stats(*episode).items()}
         of_level = level_stats(levels)
@@ -620,9 +617,9 @@ def make_train(config, devices=1):
         metrics |= {"buffer_learnability": x.mean(), "buffer_learnability_min": x.min()}
         metrics["buffer_learnable_share"] = jnp.mean(x > 0)
         if config.eval_interval:
-            due = (step % config.eval_interval == 0) | (step == config.num_updates)
+            due = (cycles % config.eval_interval == 0) | (cycles == config.num_updates)
             metrics |= jax.lax.cond(due, evaluate, partial(skip, evaluate), rng_eval, student)[1]
-        return state.replace(step=step, rollouts=rollouts, student=student), metrics
+        return state.replace(step=cycles, rollouts=rollouts, student=student), metrics
 
     def update(state, steps):
         """-> RunnerState after that many cycles, metrics: name -> [steps]."""

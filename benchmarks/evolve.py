@@ -55,9 +55,10 @@ STEP = {"floats": 0.5, "loss": 0.3}  # standard deviation in the first generatio
 HACK = {
     "    vf_coef: float":
         "    value_net: jax.Array | None = None  # the value loss\n    vf_coef: float",
-    "        clipped_value = near(value, batch.value)\n": "",
-    "jnp.maximum((value - target) ** 2, (clipped_value - target) ** 2)":
-        "value_loss(config.value_net, value - target, value - batch.value)",
+    "        if config.clip_vloss:\n"
+    "            error = jnp.maximum(error, (near(value, batch.value) - target) ** 2)\n": "",
+    "error = (value - target) ** 2":
+        "error = value_loss(config.value_net, value - target, value - batch.value)",
 }  # fmt: skip
 
 
