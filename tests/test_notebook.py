@@ -71,6 +71,7 @@ def test_run_returns_what_make_train_does(whole, in_code):
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
         assert x.dtype == y.dtype and np.allclose(x, y, 1e-3, 1e-4, True)
     assert state.step.tolist() == [12, 12] and metrics["eval_solve_rate"].shape == (2, 12)
+    assert state.rng.dtype == in_code[0].rng.dtype
 
 
 def test_a_curve_is_what_was_measured(whole):
