@@ -16,7 +16,7 @@ Parallel ACCEL plays [N fresh | N replayed | N children of the replayed] togethe
 Differs from plr.py in the children: phase 6 of the cycle, or in parallel mode the third block.
 
 Run        python accel.py --fast        python accel.py --parallel
-From code  jax.jit(jax.vmap(make_train(Config())))(jax.random.split(jax.random.key(0), 8))
+From code  run(Config(**FAST | dict(seeds=8)))    jax.jit(jax.vmap(make_train(Config())))(rngs)
 
 Shapes     T steps, N levels, E copies that play each level, B = N * E trajectories, K buffer slots,
            H core units, M test mazes. Time comes first: [T, B, ...]. make_train is for one seed.
@@ -35,7 +35,7 @@ import signal
 import sys
 import textwrap
 import time
-import zlib
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -840,7 +840,7 @@ def check(config):
 
 def make_rows(config):
     """The rows: a dict of seed and swept floats for each; every point of a sweep has all seeds."""
-    rng, swept, number = np.random.default_rng(config.seed), {}, config.sweep_random
+    rng, swept, number = np.random.default_rng(abs(config.seed)), {}, config.sweep_random
     demand(config.sweep or not number, config, "sweep_random", "0 without --sweep")
     for sweep in config.sweep:
         name, _, text = sweep.partition("=")
@@ -926,41 +926,20 @@ def plot_curves(folder, swept):
     for axis, column in zip(figure.subplots(1, 2), CURVES):
         curves = {}
         for row in (row for row in table if row.get(column)):
-            point = ", ".join(f"{name} {float(row[name]):.6g}" for name in swept)
-            curve = curves.setdefault(point, {})
+            curve = curves.setdefault(", ".join(f"{k} {float(row[k]):.6g}" for k in swept), {})
             curve.setdefault(row["update"], []).append((int(row["env_steps"]), float(row[column])))
         for point, curve in curves.items():
             mean, std = (np.array([f(x, 0) for x in curve.values()]).T for f in (np.mean, np.std))
             axis.plot(*mean, label=point)  # steps differ between seeds where episodes are counted
             axis.fill_between(mean[0], mean[1] - std[1], mean[1] + std[1], alpha=0.2)
         axis.set(xlabel="env steps", title=column, ylim=(0, 1))
-        if swept and len(curves) <= 12:
-            axis.legend(fontsize="small")
+        swept and len(curves) <= 12 and axis.legend(fontsize="small")
     write(folder / "curves.png", partial(figure.savefig, format="png"))
 
 
-def open_run(config, metrics):
-    """The run folder, made if it is new, and its last checkpoint."""
-    names = (Path(f"runs/{Path(SCRIPT).stem}-{i}") for i in itertools.count(1))
-    folder = Path(config.out or next(name for name in names if not name.exists()))
-    checkpoint = {"step": 0, "seconds": 0.0, "log_bytes": 0, "state": None, "metrics": metrics}
-    if config.resume and (folder / "checkpoint.msgpack").exists():
-        checkpoint |= serialization.msgpack_restore((folder / "checkpoint.msgpack").read_bytes())
-    other = ", ".join(sorted({*metrics} ^ {*checkpoint["metrics"]}))
-    demand(not other, config, "out", f"with --resume, a run with the same metrics; not so: {other}")
-    if not jax.process_index():
-        demand(config.resume or not any(folder.glob("*")), config, "out", "a new one, or --resume")
-        try:
-            (folder / "levels").mkdir(parents=True, exist_ok=config.resume)
-        except OSError as error:
-            demand(False, config, "out", f"a folder that can be made ({error.strerror})")
-        stored = json.dumps({"script": SCRIPT} | asdict(replace(config, resume=False)), indent=2)
-        write(folder / "config.json", lambda file: file.write(stored.encode()))
-    return folder, checkpoint
-
-
-def run(config):
-    """Train all rows: chunks of log_interval updates; between them logs, checkpoints, pictures."""
+def run(config, status=False):
+    """Train all rows, until a signal, in chunks of log_interval updates; between them logs,
+    checkpoints, pictures -> states [R, ...], metrics {name: [R, updates]}; or an exit status."""
     rows, first = make_rows(config), jax.process_index() == 0
     say = tqdm.write if first else lambda line: None  # above the progress bar
     if config.fast and (getattr(config, "parallel", False) or not getattr(config, "robust", True)):
@@ -972,11 +951,25 @@ def run(config):
     metrics = jax.eval_shape(update(config.log_interval), 0, table, state)[1]
     for name in {"grad_updates", "rollouts"} - metrics.keys():
         raise BadConfig(f"make_train's metrics: {name} is missing, which logs.csv needs")
-    folder, last = open_run(config, list(metrics))
-    step, seconds, saved = last["step"], last["seconds"], last["state"]
+    names = (Path(f"runs/{Path(SCRIPT).stem}-{i}") for i in itertools.count(1))
+    folder = Path(config.out or next(name for name in names if not name.exists()))
+    last = {"step": 0, "seconds": 0.0, "log_bytes": 0, "state": None, "metrics": list(metrics)}
+    if config.resume and (folder / "checkpoint.msgpack").exists():
+        last |= serialization.msgpack_restore((folder / "checkpoint.msgpack").read_bytes())
+    other = ", ".join(sorted({*metrics} ^ {*last["metrics"]}))
+    demand(not other, config, "out", f"with --resume, a run with the same metrics; not so: {other}")
+    if first:
+        demand(config.resume or not any(folder.glob("*")), config, "out", "a new one, or --resume")
+        try:
+            (folder / "levels").mkdir(parents=True, exist_ok=config.resume)
+        except OSError as error:
+            demand(False, config, "out", f"a folder that can be made ({error.strerror})")
+        stored = json.dumps({"script": SCRIPT} | asdict(replace(config, resume=False)), indent=2)
+        write(folder / "config.json", lambda file: file.write(stored.encode()))
+    step, seconds, saved, chunks = last["step"], last["seconds"], last["state"], []
     saved = saved and serialization.from_state_dict(state, saved)
     state = jax.device_put(saved or init(0, table, None)[0], sharding)
-    stop, ended, trackers, diverged, programs, shown = [], 0, [], set(), {}, {}
+    stop, ended, undo, trackers, diverged, programs, shown = [], 0, ExitStack(), [], set(), {}, {}
     for i, row in enumerate(rows if config.track and first else []):
         about = dict(reinit="create_new", dir=folder) if config.track == "wandb" else {}
         about |= dict(group=folder.name, name=f"{os.environ.get('WANDB_NAME', folder.name)}-{i}")
@@ -984,22 +977,22 @@ def run(config):
         trackers.append(importlib.import_module(config.track).init(**about))
     if first and (folder / "logs.csv").exists():  # nothing can be refused any more
         os.truncate(folder / "logs.csv", last["log_bytes"])
-    for number in (signal.SIGINT, signal.SIGTERM):  # a second one ends at once
-        signal.signal(number, lambda n, _: stop.append(n) or signal.signal(n, signal.SIG_DFL))
+    for number in (signal.SIGINT, signal.SIGTERM):  # a second one does what it did before
+        handler = signal.signal(number, lambda n, _: stop.append(n) or undo.close())
+        undo.callback(signal.signal, number, handler)
     where = f"{len(devices)} x {devices[0].device_kind}, dealt by {shard}"
     say(f"{folder}: {len(rows)} training(s) on {where}")
 
     def save(path):
         """A checkpoint; it notes how long logs.csv is, so that both agree after a crash."""
-        data = {"step": step, "seconds": seconds, "log_bytes": log.tell()}
-        data |= {"metrics": list(metrics), "rows": {str(i): row for i, row in enumerate(rows)}}
-        data["state"] = serialization.to_state_dict(gather(state))
+        data = {"step": step, "seconds": seconds, "log_bytes": log.tell(), "metrics": list(metrics)}
+        data |= serialization.to_state_dict({"rows": rows, "state": gather(state)})
         if first:
             os.fsync(log.fileno())  # before the checkpoint that counts on it
             write(path, lambda file: file.write(serialization.msgpack_serialize(data)))
 
     bar = tqdm(initial=step, total=config.num_updates, unit="update", disable=not first)
-    with open(folder / "logs.csv" if first else os.devnull, "a", 1, newline="") as log, bar:
+    with open(folder / "logs.csv" if first else os.devnull, "a", 1, newline="") as log, bar, undo:
         while step < config.num_updates and not ended:
             before, steps = step, min(config.log_interval, config.num_updates - step)
             if steps not in programs:
@@ -1010,7 +1003,7 @@ def run(config):
             state, chunk = jax.block_until_ready(programs[steps](step, table, state))
             step, seconds, chunk = step + steps, seconds + time.time() - started, gather(chunk)
             ended = int(gather(np.array([stop[0] if stop else 0])).max())  # by a signal to anyone
-            lines = []
+            lines, chunks = [], [] if status else [*chunks, chunk]
             for i, row in enumerate(rows):  # means over the chunk; blank: NaN, nan: not finite
                 values = {name: x[i][~np.isnan(x[i])] for name, x in chunk.items()}
                 learned, played = (int(values.pop(x)[-1]) for x in ("grad_updates", "rollouts"))
@@ -1032,7 +1025,7 @@ def run(config):
                 say(f"diverged at update {before + infinite[i].argmax() + 1}: {rows[i]}")
                 diverged.add(i)
             if len(diverged) == len(rows):
-                sys.exit(f"{SCRIPT}: error: all trainings have diverged by update {step}")
+                raise FloatingPointError(f"all trainings have diverged by update {step}")
             ends = ended or step == config.num_updates
             due = lambda interval: interval and step // interval > before // interval
             if ends or due(config.plot_interval):
@@ -1045,10 +1038,12 @@ def run(config):
                 save(folder / f"checkpoint_{step}.msgpack")
             if ends or due(config.checkpoint_interval):  # last: what comes before is made again
                 save(folder / "checkpoint.msgpack")
-    if ended and step < config.num_updates:
-        say(f"stopped at update {step}; to go on: python {sys.argv[0]} --resume --out {folder}")
-        sys.exit(128 + ended)
-    say(f"done: {seconds:.0f} s; next: python evaluate.py {folder} --script {sys.argv[0]}")
+    script, stopped = sys.argv[0] if status else SCRIPT, step < config.num_updates
+    say(f"stopped at update {step}; to go on: python {script} --resume --out {folder}" if stopped
+        else f"done: {seconds:.0f} s; next: python evaluate.py {folder} --script {script}")
+    state = state.replace(step=jnp.full(len(rows), step), rng=jax.random.wrap_key_data(state.rng))
+    metrics = {name: np.concatenate([x[name] for x in chunks], 1) for name in chunks and metrics}
+    return (128 + ended) * stopped if status else (state, metrics)
 
 
 def parse(arguments):
@@ -1057,9 +1052,9 @@ def parse(arguments):
         raise BadConfig(f"--{name}: did you mean --{CLEANRL[name]}?".replace("_", "-"))
     given = [x for x in arguments if x not in ("-h", "--help")]
     read = partial(tyro.cli, Config, args=given, config=(tyro.conf.UseAppendAction,))
-    config = read()
+    config = read()  # what is not given has Config's defaults; or else, of another one, default=
     config = read(default=Config(**FAST)) if config.fast and not config.resume else config
-    if given != arguments:  # Config's text, with the values that the fields have now
+    if given != arguments:  # help: Config's text, with the values that the fields have now
         flag = lambda x: f"  --{x[1].replace('_', '-')} {getattr(config, x[1])!r}".ljust(31)
         kind = lambda x: str(Config.__annotations__[x[1]]).partition("Literal")[2]  # its choices
         row = lambda x: textwrap.fill(f"{flag(x)} {x[2]} {kind(x)}", 80, subsequent_indent=32 * " ")
@@ -1070,49 +1065,54 @@ def parse(arguments):
     path = Path(config.out) / "config.json"
     demand(config.out and path.exists(), config, "out", "the folder of a run, to --resume it")
     stored = json.loads(path.read_text())
-    fine = stored.pop("script") == SCRIPT and {*stored} <= {f.name for f in fields(Config)}
-    demand(fine, config, "out", f"a run of {SCRIPT} as it stands, to --resume it")
+    ours = stored.pop("script") == SCRIPT and {*stored} <= {f.name for f in fields(Config)}
+    demand(ours, config, "out", f"a run of {SCRIPT} as it stands, to --resume it")
     stored = Config(**stored | {"sweep": tuple(stored["sweep"]), "distributed": config.distributed})
     config = read(default=replace(stored, sweep=() if config.sweep else stored.sweep))
-    for name, value in asdict(stored).items():
+    for name, old in asdict(stored).items():
         new, more = getattr(config, name), " (without anneal_lr more)" * (name == "num_updates")
-        fine = name in FREE or new == value or more and new > value and not config.anneal_lr
-        demand(fine, config, name, f"{value!r}{more}, as in the run to resume")
+        fine = name in FREE or new == old or more and new > old and not config.anneal_lr
+        demand(fine, config, name, f"{old!r}{more}, as in the run to resume")
     return config
 
 
+def start_jax(config):
+    """Every core of a CPU is a device, programs are kept; --distributed: join other processes."""
+    info, root = Path("/proc/cpuinfo"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    text = info.read_text() if info.exists() else f"flags {platform.platform()}"
+    cpu = str(re.findall("(?m)^(?:model name|flags|Features).*", text)[:2]).encode()
+    kept = Path(root, f"amaze/jax-{jax.__version__}-{hash(int.from_bytes(cpu)):x}").expanduser()
+    try:  # for each kind of CPU apart: code for another may crash
+        if jax.config.jax_compilation_cache_dir is None:  # else it is the user's
+            kept.mkdir(parents=True, exist_ok=True)
+            (kept / "writable").touch()
+            jax.config.update("jax_compilation_cache_dir", str(kept))
+    except OSError as error:
+        print(f"warning: compiled programs are not kept: {error}", file=sys.stderr)
+    by_user = jax.config.jax_num_cpu_devices, "device_count" in os.environ.get("XLA_FLAGS", "")
+    address, *numbers = config.distributed.split(",")
+    try:
+        if by_user == (-1, False) and config.devices != 1:
+            cores = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count()))(0)
+            jax.config.update("jax_num_cpu_devices", len(cores))
+        numbers = () if address == "auto" else (address, *map(int, numbers))
+        address and jax.distributed.initialize(*numbers, heartbeat_timeout_seconds=30)
+    except (ValueError, RuntimeError) as error:
+        allowed = f"auto, or HOST:PORT,PROCESSES,NUMBER ({str(error).splitlines()[0]})"
+        demand(not config.distributed, config, "distributed", allowed)
+        print("an import has started JAX: its devices are used; of a CPU, JAX_NUM_CPU_DEVICES")
+
+
 def main():
-    """Make every core of a CPU a device; with --distributed, join the other processes; run."""
     sys.stdout.reconfigure(line_buffering=True)  # into a file too
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # what `run` does not catch ends it at once
     try:
         config = parse(sys.argv[1:])
         check(config)
-        by_user = jax.config.jax_num_cpu_devices, "device_count" in os.environ.get("XLA_FLAGS", "")
-        info, root = Path("/proc/cpuinfo"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        text = info.read_text() if info.exists() else f"flags {platform.platform()}"
-        cpu = str(re.findall("(?m)^(?:model name|flags|Features).*", text)[:2]).encode()
-        kept = Path(root, f"amaze/jax-{jax.__version__}-{zlib.crc32(cpu):08x}").expanduser()
-        try:  # for each kind of CPU apart: code for another may crash
-            if jax.config.jax_compilation_cache_dir is None:  # else it is the user's
-                kept.mkdir(parents=True, exist_ok=True)
-                (kept / "writable").touch()
-                jax.config.update("jax_compilation_cache_dir", str(kept))
-        except OSError as error:
-            print(f"warning: compiled programs are not kept: {error}", file=sys.stderr)
-        address, *numbers = config.distributed.split(",")
-        try:
-            if by_user == (-1, False) and config.devices != 1:
-                cores = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count()))(0)
-                jax.config.update("jax_num_cpu_devices", len(cores))
-            numbers = () if address == "auto" else (address, *map(int, numbers))
-            address and jax.distributed.initialize(*numbers, heartbeat_timeout_seconds=30)
-        except (ValueError, RuntimeError) as error:
-            allowed = f"auto, or HOST:PORT,PROCESSES,NUMBER ({str(error).splitlines()[0]})"
-            demand(not config.distributed, config, "distributed", allowed)
-            print("an import has started JAX: its devices are used; of a CPU, JAX_NUM_CPU_DEVICES")
-        return run(config)
-    except BadConfig as error:
-        message, status = error, 2
+        start_jax(config)
+        sys.exit(run(config, status=True))
+    except (BadConfig, FloatingPointError) as error:
+        message, status = error, 2 if isinstance(error, BadConfig) else 1
     except (OSError, jax.errors.JaxRuntimeError) as error:  # `write` names its file
         if not (isinstance(error, OSError) or jax.distributed.is_initialized()):
             raise

@@ -37,12 +37,11 @@ import io
 import json
 import math
 import os
-import platform
 import re
 import sys
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -166,7 +165,7 @@ def choose_mazes(args, env=amaze):
     return [*dict.fromkeys([*(maze.name for maze in own), *names])], own, sampled
 
 
-def draw_mazes(names, args, sampled, env=amaze):
+def draw_mazes(names, args=Arguments(episodes=1), sampled=False, env=amaze):
     """The mazes of these names."""
     rules = lambda name: (*env.TEST_MAZES[name][1:], None)[:2]
     if sampled:
@@ -419,13 +418,13 @@ def fit(expected, found, num_rows):
     return params
 
 
-def load_run(path, args):
-    """The Run of a checkpoint file, or of a folder's last checkpoint."""
-    stored, update, rows, found = read_run(path)
-    script, _ = stored.pop("script"), stored.pop("track", None)  # who plays needs no tracker
-    module = import_script(script, args.script)
+def load(path, script="", agent="protagonist", trainings=0):
+    """The Run of a run folder's last checkpoint, or of a checkpoint file; else as in Arguments."""
+    stored, update, rows, found = read_run(path := Path(path))
+    made_by, _ = stored.pop("script"), stored.pop("track", None)  # who plays needs no tracker
+    module = import_script(made_by, script)
     if unknown := set(stored) - {f.name for f in fields(module.Config)}:
-        raise Refused(f"config.json: {script} does not know {', '.join(sorted(unknown))}")
+        raise Refused(f"config.json: {made_by} does not know {', '.join(sorted(unknown))}")
     try:
         config = module.Config(**stored)
         train = module.make_train(config)
@@ -440,14 +439,42 @@ def load_run(path, args):
         names = ["protagonist", "antagonist"] if config.regret == "paired" else names
         params = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), params)
     wanted = {"all": names, "protagonist": names[:1]} | {name: [name] for name in names}
-    if args.agent not in wanted:
-        raise Refused(f"agent = {args.agent!r}: allowed are {', '.join(wanted)}")
-    agents = [row | {"agent": name} for row in rows[: args.trainings or None] for name in names]
-    chosen = [i for i, agent in enumerate(agents) if agent["agent"] in wanted[args.agent]]
+    if agent not in wanted:
+        raise Refused(f"agent = {agent!r}: allowed are {', '.join(wanted)}")
+    agents = [row | {"agent": name} for row in rows[: trainings or None] for name in names]
+    chosen = [i for i, x in enumerate(agents) if x["agent"] in wanted[agent]]
     params = jax.tree.map(lambda x: x[chosen], params)
     folder = (path if path.is_dir() else path.parent).resolve()
     agents = [agents[i] for i in chosen]
-    return Run(folder.name, folder, Path(script).stem, update, agents, params, train, module.amaze)
+    return Run(folder.name, folder, Path(made_by).stem, update, agents, params, train, module.amaze)
+
+
+def save(folder, config, state):
+    """Write into a new folder what `load` and a script's --resume read, of a training in code or of
+    many, states [R, ...]: the points of config.sweep, or config.seed and the seeds after it."""
+    folder, script = Path(folder), sys.modules.get(type(config).__module__)
+    if not hasattr(script, "make_rows"):
+        raise Refused(f"config = {config}: allowed is the Config of an imported script")
+    state = jax.tree.map(lambda x: x.reshape(-1, *x.shape[state.step.ndim :]), state)
+    config = config if config.sweep else replace(config, seeds=len(state.step))
+    rows, steps = script.make_rows(config), {*state.step.tolist()}
+    allowed = f"as many as the state's {len(state.step)}, which must have done as many updates"
+    script.demand(len(rows) == len(state.step) and len(steps) == 1, config, "sweep seeds", allowed)
+    if any(folder.glob("*")):
+        raise Refused(f"folder = {folder}: allowed is a new one")
+    state = jax.device_get(state.replace(step=None, rng=jax.random.key_data(state.rng)))
+    data = serialization.to_state_dict({"step": steps.pop(), "rows": rows, "state": state})
+    stored = json.dumps({"script": script.SCRIPT} | asdict(config), indent=2, default=float)
+    write(folder / "config.json", lambda file: file.write(stored.encode()))
+    data = serialization.msgpack_serialize(data)
+    write(folder / "checkpoint.msgpack", lambda file: file.write(data))
+
+
+def curve(metrics, name):
+    """What make_train or run measured: rollouts so far and values [n, R], for plt.plot(*...)."""
+    x, y = (np.atleast_2d(metrics[k]).T for k in ("rollouts", name))
+    measured = ~np.isnan(y).all(1)
+    return x[measured], y[measured]
 
 
 def load_runs(args):
@@ -458,7 +485,7 @@ def load_runs(args):
         try:
             if path.is_dir() and not args.play:
                 rank(path, args)
-            run = load_run(path, args)
+            run = load(path, args.script, args.agent, args.trainings)
             if args.play:
                 demand_playable(run, args)
             runs.setdefault((run.folder, run.update), run)
@@ -713,22 +740,9 @@ def main():
     if {"-h", "--help"} & {*sys.argv}:
         print(__doc__)  # as it stands; tyro would reflow it
     args = tyro.cli(Arguments, description="")
-    by_user = jax.config.jax_num_cpu_devices, "device_count" in os.environ.get("XLA_FLAGS", "")
-    if by_user == (-1, False):  # each core of a CPU is a device
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        jax.config.update("jax_num_cpu_devices", cores)
     try:
-        info, root = Path("/proc/cpuinfo"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        text = info.read_text() if info.exists() else f"flags {platform.platform()}"
-        cpu = str(re.findall("(?m)^(?:model name|flags|Features).*", text)[:2]).encode()
-        kept = Path(root, f"amaze/jax-{jax.__version__}-{zlib.crc32(cpu):08x}").expanduser()
-        try:  # for each kind of CPU apart: code for another may crash
-            if jax.config.jax_compilation_cache_dir is None:  # else it is the user's
-                kept.mkdir(parents=True, exist_ok=True)
-                (kept / "writable").touch()
-                jax.config.update("jax_compilation_cache_dir", str(kept))
-        except OSError as error:
-            print(f"warning: compiled programs are not kept: {error}", file=sys.stderr)
+        script = import_script(SCRIPTS[0], "")
+        script.start_jax(script.Config())
         refused = evaluate(args)
     except (Refused, OSError) as error:
         refused = [str(error)]

@@ -356,7 +356,7 @@ def test_a_page_holds_all_agents_and_mazes(trained, tmp_path, capsys, monkeypatc
     assert numbers == {"StandardMaze": 1, "MiniMaze": 1, "TrivialMaze": 1, "FourRooms": 5}
     see = "Object.entries(mazes).filter(([, x]) => !maze_from_text(x[0]).see_through_walls)"
     assert [name for name, _ in js(see, mazes=filled["mazes"])] == ["FourRooms"]
-    run = evaluate.load_run(trained[1], evaluate.Arguments(agent="antagonist"))
+    run = evaluate.load(trained[1], agent="antagonist")
     kernel = run.params["params"]["core"]["kernel"][1].astype(np.float16)
     found = js("[...decode(x)]", x=filled["agents"][-1]["params"]["core/kernel"])
     assert np.array_equal(found, kernel.ravel())

@@ -1,0 +1,272 @@
+"""From code and in a notebook, as from the command line: run, save, load, and the example."""
+
+import json
+import signal
+import sys
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+from runs import ROOT, assert_same_state, contents, leaves, load, table
+from tqdm import tqdm
+
+sys.path.insert(0, str(ROOT))
+
+import dr
+import evaluate
+
+CONFIG = dr.Config(height=5, width=5, n_walls=6, max_steps=12, num_envs=8, num_steps=16, rnn="none",
+                   hidden_size=16, update_epochs=2, lr=1e-2, eval_suite="TrivialMaze,MiniMaze",
+                   eval_episodes=2, log_interval=2, eval_interval=4, num_updates=12, seeds=2,
+                   devices=1)  # fmt: skip
+SIGNALS = signal.SIGINT, signal.SIGTERM
+
+
+@pytest.fixture
+def handlers():
+    """Handlers of our own, as a notebook has them; what they caught."""
+    caught = []
+    before = [signal.signal(number, lambda n, _: caught.append(n)) for number in SIGNALS]
+    ours = [signal.getsignal(number) for number in SIGNALS]
+    yield caught
+    assert [signal.getsignal(number) for number in SIGNALS] == ours
+    for number, handler in zip(SIGNALS, before):
+        signal.signal(number, handler)
+
+
+def interrupted(monkeypatch, *numbers):
+    """These signals come when four updates are done."""
+
+    class Bar(tqdm):
+        def update(self, n):
+            super().update(n)
+            for number in numbers if self.n == 4 else ():
+                signal.raise_signal(number)
+
+    monkeypatch.setattr(dr, "tqdm", Bar)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp):
+    """Folder, states and metrics of a run that nothing stopped."""
+    folder = tmp / "whole"
+    return folder, *dr.run(replace(CONFIG, out=str(folder)))
+
+
+@pytest.fixture(scope="module")
+def in_code():
+    """The same trainings by make_train."""
+    train = jax.jit(lambda rngs: jax.lax.map(dr.make_train(CONFIG), rngs))
+    return train(jax.vmap(jax.random.key)(np.arange(2)))
+
+
+def test_run_returns_what_make_train_does(whole, in_code):
+    """Also the keys: the trainings can go on with train.update."""
+    _, state, metrics = whole
+    plain = lambda state: state.replace(rng=jax.random.key_data(state.rng))
+    ours, theirs = (plain(state), metrics), (plain(in_code[0]), in_code[1])
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
+        assert x.dtype == y.dtype and np.allclose(x, y, 1e-3, 1e-4, True)
+    assert state.step.tolist() == [12, 12] and metrics["eval_solve_rate"].shape == (2, 12)
+    assert state.rng.dtype == in_code[0].rng.dtype
+
+
+def test_a_curve_is_what_was_measured(whole):
+    folder, _, metrics = whole
+    x, y = evaluate.curve(metrics, "eval_solve_rate")
+    logged = [row for row in table(folder) if row["eval_solve_rate"]]
+    assert x.tolist() == [[4, 4], [8, 8], [12, 12]]
+    assert np.allclose(y.ravel(), [float(row["eval_solve_rate"]) for row in logged])
+    x, y = evaluate.curve({name: values[0] for name, values in metrics.items()}, "entropy")
+    assert x[:, 0].tolist() == list(range(1, 13)) and y.shape == (12, 1)  # of one training
+
+
+def test_an_error_is_raised_with_handlers_put_back(tmp_path, handlers):
+    """A ValueError of a line before anything is written; a FloatingPointError while it trains."""
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(dr.BadConfig, match="a new one, or --resume"):
+        dr.run(replace(CONFIG, out=str(tmp_path), num_updates=2))
+    for wrong in dict(seed=-1), dict(num_envs=0), dict(sweep_random=3):
+        with pytest.raises(dr.BadConfig, match="allowed is"):
+            dr.run(replace(CONFIG, out=str(tmp_path / "run"), **wrong))
+    assert [x.name for x in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(FloatingPointError, match="all trainings have diverged by update 2"):
+        dr.run(replace(CONFIG, out=str(tmp_path / "run"), num_updates=2, lr=1e38))
+    assert handlers == []
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_an_interrupt_stops_after_a_chunk(monkeypatch, tmp_path, capsys, handlers, whole, number):
+    """With a checkpoint, and what is trained is given back; resumed it equals the whole run."""
+    interrupted(monkeypatch, number)
+    config = replace(CONFIG, out=str(tmp_path / "run"))
+    state, metrics = dr.run(config)
+    assert state.step.tolist() == [6, 6] and load(tmp_path / "run")["step"] == 6
+    assert metrics["entropy"].shape == (2, 6) and handlers == []
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == f"stopped at update 6; to go on: python dr.py --resume --out {tmp_path / 'run'}"
+    monkeypatch.undo()
+    state, rest = dr.run(replace(config, resume=True))
+    assert_same_state(tmp_path / "run", whole[0])
+    for name, values in whole[2].items():
+        both = np.concatenate([metrics[name], rest[name]], 1)
+        assert np.array_equal(both, values, equal_nan=True), name
+
+
+def test_a_second_interrupt_does_what_it_did_before(monkeypatch, tmp_path, handlers):
+    """In a notebook it raises KeyboardInterrupt there and then."""
+    interrupted(monkeypatch, signal.SIGINT, signal.SIGINT)
+    dr.run(replace(CONFIG, out=str(tmp_path / "ours")))
+    assert handlers == [signal.SIGINT]
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        dr.run(replace(CONFIG, out=str(tmp_path / "run")))
+    assert signal.signal(signal.SIGINT, ours) == signal.default_int_handler
+
+
+def test_a_finished_run_is_given_back(whole, capsys):
+    """Resumed where nothing is left to do; the hint names the script."""
+    before = table(whole[0])
+    state, metrics = dr.run(replace(CONFIG, out=str(whole[0]), resume=True))
+    assert state.step.tolist() == [12, 12] and metrics == {} and table(whole[0]) == before
+    assert capsys.readouterr().out.endswith(f"evaluate.py {whole[0]} --script dr.py\n")
+
+
+# --- save and load
+
+
+def figures(folder, monkeypatch, capsys):
+    """evaluate.py's results.csv, without the run's name."""
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", str(folder), "--mazes", "TrivialMaze,MiniMaze",
+                                      "--episodes", "3"])  # fmt: skip
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main()
+    assert stop.value.code == 0, capsys.readouterr().err
+    return [line.split(",")[1:] for line in (folder / "results.csv").read_text().splitlines()]
+
+
+def test_what_is_saved_is_evaluated_as_the_run(monkeypatch, tmp_path, capsys, whole):
+    folder, state, _ = whole
+    evaluate.save(tmp_path / "saved", CONFIG, state)
+    ours, theirs = (figures(x, monkeypatch, capsys) for x in (tmp_path / "saved", folder))
+    assert ours == theirs and len(ours) == 1 + 2 * 2
+    ours, theirs = (leaves(load(x)) for x in (tmp_path / "saved", folder))
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(ours[name], theirs[name], True) for name in ours)
+
+
+def test_trainings_in_code_go_on_from_the_command_line(tmp_path, whole):
+    """Saved half way, by vmap, and resumed as `dr.py --resume` does."""
+    train = dr.make_train(CONFIG)
+    half = jax.jit(lambda rngs: jax.lax.map(lambda rng: train.update(train.init(rng), 6)[0], rngs))
+    state = half(jax.vmap(jax.random.key)(np.arange(2)))
+    evaluate.save(tmp_path / "half", replace(CONFIG, seeds=1), state)
+    dr.run(dr.parse(["--resume", "--out", str(tmp_path / "half")]))
+    ours, theirs = (leaves(load(x)) for x in (tmp_path / "half", whole[0]))
+    assert all(np.allclose(ours[name], theirs[name], 1e-3, 1e-4, True) for name in theirs)
+    assert [row["update"] for row in table(tmp_path / "half")] == ["8", "8", "10", "10", "12", "12"]
+
+
+def test_load_gives_the_run_to_film_and_play(tmp_path, whole, in_code):
+    folder, state, _ = whole
+    one = jax.tree.map(lambda x: x[1], in_code[0])
+    evaluate.save(tmp_path / "one", replace(CONFIG, seed=1), one)  # a training, not a batch
+    whole, one = evaluate.load(folder), evaluate.load(str(tmp_path / "one"))
+    assert [x["seed"] for x in whole.agents] == [0, 1] and [x["seed"] for x in one.agents] == [1]
+    assert one.update == 12 and one.algorithm == "dr" and one.name == "one"
+    assert whole.folder == folder.resolve()
+    kernel = one.params["params"]["conv"]["kernel"]
+    assert np.allclose(kernel[0], state.student.params["params"]["conv"]["kernel"][1], 1e-3, 1e-4)
+    [maze] = evaluate.draw_mazes(["TrivialMaze"])
+    pictures = evaluate.film(one, 0, maze)
+    played = list(evaluate.play(one.train, one.params, evaluate.agent_keys(one, 0), [maze], 1))
+    assert len(pictures) == 1 + played[1] and pictures[0].ndim == 3
+
+
+def test_a_sweep_in_code_is_saved_with_its_points(tmp_path, in_code):
+    """Of two dimensions too: [points, seeds] in the order of the command line's rows."""
+    config = replace(CONFIG, seeds=1, sweep=("lr=0.01,0.001",))
+    evaluate.save(tmp_path / "sweep", config, in_code[0])
+    assert [x["lr"] for x in evaluate.load(tmp_path / "sweep").agents] == [0.01, 0.001]
+    config = replace(CONFIG, sweep=("lr=0.01,0.001",))
+    grid = jax.tree.map(lambda x: np.stack([x, x]), in_code[0].replace(rng=None))
+    grid = grid.replace(rng=jax.numpy.stack([in_code[0].rng] * 2))
+    evaluate.save(tmp_path / "grid", config, grid)
+    agents = evaluate.load(tmp_path / "grid").agents
+    assert [(x["lr"], x["seed"]) for x in agents] == [(0.01, 0), (0.01, 1), (0.001, 0), (0.001, 1)]
+
+
+def test_save_refuses(tmp_path, in_code):
+    """In a line, before anything is written; what is there stays."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/precious").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    state, before = in_code[0], contents(tmp_path)
+    three = replace(CONFIG, sweep=("lr=0.1,0.2,0.3",))
+    other = state.replace(step=state.step.at[0].set(3))
+    for folder, config, given, words in (
+        ("full", CONFIG, state, "full: allowed is a new one"),
+        ("new", three, state, "sweep = ('lr=0.1,0.2,0.3',), seeds = 2: allowed is as many as the"),
+        ("new", CONFIG, other, "as many updates"),
+        ("new", evaluate.Arguments(), state, "allowed is the Config of an imported script"),
+        ("new", replace(CONFIG, seed=-1), state, "seed = -1: allowed is at least 0"),
+    ):
+        with pytest.raises(ValueError) as error:
+            evaluate.save(tmp_path / folder, config, given)
+        assert words in str(error.value) and len(str(error.value).splitlines()) == 1
+    with pytest.raises(OSError):
+        evaluate.save(tmp_path / "file", CONFIG, in_code[0])
+    assert contents(tmp_path) == before and not (tmp_path / "new").exists()
+
+
+def test_load_refuses(tmp_path):
+    with pytest.raises(evaluate.Refused, match="no config.json of a training"):
+        evaluate.load(tmp_path / "nowhere")
+
+
+# --- the example
+
+
+NOTEBOOK = ROOT / "examples/notebook.ipynb"
+CELLS = """
+import json, sys
+from unittest.mock import Mock
+
+display = sys.modules["IPython.display"] = sys.modules["IPython"] = Mock(version_info=(9, 0))
+display.display = display
+names = {}
+for cell in json.load(open(sys.argv[1]))["cells"]:
+    if cell["cell_type"] == "code":
+        shell = lambda line: line.strip()[:1] == "!"
+        code = "".join("    pass\\n" if shell(x) else x for x in cell["source"])
+        code = code.replace("\\nconfig = ", f"\\nSIZES |= {sys.argv[2]}\\nconfig = ")
+        exec(compile(code, cell["id"], "exec"), names)
+display.Image.assert_called_once_with("runs/notebook/film.gif")
+assert names["config"].num_updates == 8 and len(names["metrics"]["entropy"]) == 3
+"""
+SMALL = dict(num_updates=8, num_envs=4, num_steps=8, rnn="none", hidden_size=4, buffer_size=8,
+             update_epochs=1, eval_interval=2, eval_episodes=1, log_interval=4)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_notebook(tmp_path, call):
+    """Its cells, one after the other, with smaller SIZES."""
+    status, out, err = call(CELLS, NOTEBOOK, SMALL, script="-c",
+                            cwd=tmp_path, env={"MPLBACKEND": "Agg"})  # fmt: skip
+    assert status == 0, err
+    assert "runs/notebook: 2 training(s)" in out
+    assert Image.open(tmp_path / "runs/notebook/film.gif").n_frames > 1
+    agents = evaluate.load(tmp_path / "runs/rates").agents
+    assert [x["lr"] for x in agents] == [3e-4, 1e-3, 3e-3]
+
+
+def test_the_notebook_is_small():
+    """About ten short cells, and outputs that a page can show."""
+    assert NOTEBOOK.stat().st_size < 300_000
+    cells = [x for x in json.loads(NOTEBOOK.read_text())["cells"] if x["cell_type"] == "code"]
+    assert len(cells) <= 12 and max(len(x["source"]) for x in cells) <= 20
+    assert not any(x["output_type"] == "error" for cell in cells for x in cell["outputs"])
