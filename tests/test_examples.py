@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -306,3 +307,83 @@ def test_the_luck_of_a_level(cartpole):
 
     one, other = play((jnp.array(1.0), jnp.array(2))), play((jnp.array(2.0), jnp.array(1)))
     assert one == play((jnp.array(1.0), jnp.array(2))) and len({*one, *other}) == 8
+
+
+# --- Craftax
+
+
+@pytest.fixture(scope="module")
+def craftax():
+    return example("craftax")
+
+
+@pytest.mark.slow
+def test_craftax_is_its_package(craftax):
+    """Worlds as it draws them, and its own step on them; on done, the next world opens."""
+    from craftax.craftax_classic.envs.craftax_symbolic_env import (
+        CraftaxClassicSymbolicEnvNoAutoReset as Craftax)  # fmt: skip
+
+    env, limit = Craftax(), 60
+    params = env.default_params.replace(max_timesteps=limit)
+    keys = jax.random.split(jax.random.key(0), 2)
+    queue = jax.vmap(craftax.sample_level)(keys)
+    worlds = [env.reset(jax.random.split(rng)[0], params) for rng in keys]
+    obs, state = craftax.reset(queue, limit)
+    bare = lambda world: world.replace(state_rng=None)
+    equal = partial(np.testing.assert_allclose, rtol=1e-6)  # the light is a power
+    same = lambda *trees: jax.tree.map(equal, *trees)
+    (theirs, world), number, rewards = worlds[0], 0, []
+    move = jax.jit(craftax.step_and_reset)
+    for action in np.random.default_rng(1).choice([1, 2, 3, 4, 5, 5, 7, 8, 10, 11], 90):
+        same((obs, state[0].world), (theirs, bare(world)))
+        rng = jax.random.fold_in(jax.random.key(queue.seed[number % 2]), world.timestep)
+        theirs, world, expected, ended, _ = env.step(rng, world, action, params)
+        obs, state, reward, done = move(state, action)
+        assert reward == expected and done == ended
+        rewards.append(float(reward))
+        if done:
+            number += 1
+            theirs, world = worlds[number % 2]
+    assert number >= 1 and max(rewards) >= 0.9
+    assert craftax.solved(np.array([5.9, 6.0])).tolist() == [False, True]
+
+
+@pytest.mark.slow
+def test_levels_of_craftax(craftax):
+    from craftax.craftax_classic.constants import BlockType
+
+    rngs = jax.random.split(jax.random.key(0), 20)
+    levels = jax.vmap(craftax.sample_level)(rngs)
+    edited = jax.vmap(lambda *x: craftax.edit_level(*x, 5))(rngs, levels)
+    before, after = np.asarray(levels.map), np.asarray(edited.map)
+    changed = before != after
+    assert (changed.sum((1, 2)) <= 10).all() and changed.sum((1, 2)).mean() > 5
+    near = changed[:, 24:40, 24:40]
+    assert near.any((1, 2)).all() and near.sum() < changed.sum()
+    assert not changed[:, 32, 32].any() and (before[:, 32, 32] == BlockType.GRASS.value).all()
+    count = lambda maps: [np.bincount(x.ravel(), minlength=17).tolist() for x in maps]
+    assert count(before) == count(after)
+    stats = jax.vmap(lambda level: craftax.level_stats(level, 250))(levels)
+    water = (before[:, 24:40, 24:40] == BlockType.WATER.value).sum((1, 2))
+    np.testing.assert_array_equal(stats["water"], water)
+    codes = [jax.vmap(craftax.level_code)(x) for x in (levels, edited, levels)]
+    assert len({x.tobytes() for code in codes for x in np.asarray(code)}) == 40
+    reseeded = levels._replace(seed=levels.seed + 1)
+    assert (jax.vmap(craftax.level_code)(reseeded) != codes[0]).all()
+
+
+@pytest.mark.slow
+def test_a_training_on_craftax(tmp, train, call, script, craftax):
+    flags = [*commands("craftax")[1], *TINY, *MORE["accel"], "--eval-suite", "World1,World2"]
+    folder, path = tmp / "craftax", script("craftax", "accel")
+    train(*flags, "--out", folder, script=path)
+    rows = table(folder)
+    assert len({*measured(rows, "child_water")}) > 1 and int(rows[-1]["grad_updates"]) > 1
+    assert all(-1 < x < 22 for x in measured(rows, "eval_return/World2"))
+    train("--resume", "--out", rewind(folder, tmp / "craftax again", 8), script=path)
+    assert_equal(folder, tmp / "craftax again")
+    more = "--mazes", "World1", "--episodes", 1, "--gif", "World1"
+    status, out, err = call(folder, "--script", path, *more, script=ROOT / "evaluate.py")
+    assert status == 0 and "World1" in out, err
+    assert Image.open(folder / "film_craftax_12_World1.gif").size == (144, 144)
+    assert Image.open(folder / "levels/update_12.png").width > 1000
