@@ -6,7 +6,7 @@ max_steps. Solved is what CartPole-v1 calls so, 475 of 500 steps: a return of at
 
     pip install "gymnax>=1.0"
     patch -o cartpole_plr.py plr.py examples/cartpole.diff    # also dr.py, accel.py, sfl.py
-    python cartpole_plr.py --rnn gru --hidden-size 32 --lr 2e-3 --anneal-lr --num-minibatches 2 \
+    python cartpole_plr.py --rnn gru --hidden-size 32 --lr 2e-3 --anneal-lr --num-minibatches 2 \\
         --num-updates 600 --buffer-size 512 --out runs/cartpole       # a minute or two of one core
     python evaluate.py runs/cartpole --script cartpole_plr.py --gif Mast
     python evaluate.py runs/cartpole --script cartpole_plr.py --suite sampled     # the worst 10%
