@@ -1,0 +1,157 @@
+"""Craftax-Classic (2402.16801) in place of amaze.py, symbolic: a level is a world.
+
+A level is the map of a world, and the seed of all luck in it: where animals and zombies come, say.
+An achievement gives 1, a point of health 0.1: a return is the number of achievements, to 0.9. An
+episode counts as solved with a return of at least 6, of 22. It must end within num_steps, 256, for
+its level to be scored: so max_steps is 250, where Craftax has 10,000.
+
+    pip install "craftax>=1.6"
+    patch -o craftax_accel.py accel.py examples/craftax.diff    # also dr.py, plr.py, sfl.py
+    python craftax_accel.py --rnn gru --hidden-size 64 --lr 1e-3 --gamma 0.99 --ent-coef 0.01 \\
+        --num-minibatches 4 --num-updates 1000 --buffer-size 500 --out runs/craftax
+    python evaluate.py runs/craftax --script craftax_accel.py --gif World1
+
+The worlds of the test suite are those of the seeds 1 to 4. Craftax starts JAX when it is imported:
+on a CPU, the environment variable JAX_NUM_CPU_DEVICES=4 makes four cores devices. The first picture
+takes a minute, of Craftax's textures. Config's n_walls stays, and is not used.
+"""
+
+from functools import cache, partial
+from typing import NamedTuple
+
+import amaze
+import jax
+import jax.numpy as jnp
+import numpy as np
+from craftax.craftax_classic.constants import OBS_DIM, BlockType, load_all_textures
+from craftax.craftax_classic.envs.craftax_symbolic_env import CraftaxClassicSymbolicEnvNoAutoReset
+from craftax.craftax_classic.renderer import make_craftax_pixel_renderer
+
+ENV = CraftaxClassicSymbolicEnvNoAutoReset()
+NUM_ACTIONS = ENV.num_actions
+NEAR = 8  # cells around the player's, in the middle of the map, that are edited and counted
+KINDS = "GRASS WATER STONE TREE COAL IRON DIAMOND LAVA RIPE_PLANT".split()  # that are moved
+COUNTED = {"water": "WATER", "trees": "TREE", "stone": "STONE", "coal": "COAL", "iron": "IRON",
+           "diamonds": "DIAMOND", "lava": "LAVA"}  # fmt: skip
+
+
+class Level(NamedTuple):
+    map: jax.Array  # [64, 64] uint8 BlockType
+    seed: jax.Array  # [] uint32
+
+
+class EnvState(NamedTuple):
+    world: NamedTuple  # Craftax's own state, without its key, which it only draws with
+    seed: jax.Array  # [] uint32
+    max_steps: jax.Array  # [] int32
+
+
+# --- dynamics
+
+
+@cache
+def opening(seed):
+    """Craftax's own world of a seed, without its key."""
+    with jax.ensure_compile_time_eval():
+        world = jax.jit(ENV.reset_env)(jax.random.key(seed), ENV.default_params)[1]
+        return jax.tree.map(np.asarray, world.replace(state_rng=None))
+
+
+def reset_one(level, max_steps):
+    world = opening(0).replace(map=level.map.astype(jnp.int32))  # all but the map is the same
+    state = EnvState(world, level.seed, jnp.asarray(max_steps))
+    return ENV.get_obs(world), jax.tree.map(jnp.asarray, state)
+
+
+def step_one(state, action):
+    rng = jax.random.fold_in(jax.random.key(state.seed), state.world.timestep)
+    params = ENV.default_params.replace(max_timesteps=state.max_steps)
+    obs, world, reward, done, _ = ENV.step_env(rng, state.world, action, params)
+    return obs, state._replace(world=world.replace(state_rng=None)), reward, done
+
+
+reset, step, step_and_reset = amaze.over_queues(reset_one, step_one, ndim=2)
+solved = lambda total: total >= 6
+
+
+# --- levels
+
+
+def sample_level(rng):
+    """A world as Craftax draws them."""
+    rng_map, rng_seed = jax.random.split(rng)
+    world = ENV.reset_env(rng_map, ENV.default_params)[1]
+    return Level(world.map.astype(jnp.uint8), jax.random.bits(rng_seed, (), jnp.uint32))
+
+
+def around(cells):
+    """The cells near the player [2 NEAR, 2 NEAR]."""
+    middle = slice(len(cells) // 2 - NEAR, len(cells) // 2 + NEAR)
+    return cells[middle, middle]
+
+
+def edit_level(rng, level, n_edits):
+    """n_edits times the swap of JaxUED's craftax_plr: a cell near the player, and a cell of a kind
+    that is drawn first, change places. The player's own cell stays as it is."""
+    size = len(level.map)
+    own = np.arange(size**2) == size // 2 * (size + 1)
+    near = np.zeros((size, size), bool)
+    around(near)[:] = True
+    near = near.ravel() & ~own
+    kinds = jnp.array([BlockType[name].value for name in KINDS], jnp.uint8)
+
+    def swap(cells, rng):  # [size^2]
+        rng_kind, rng_near, rng_other = jax.random.split(rng, 3)
+        pick = lambda rng, mask: jnp.argmax(mask * (1 + jax.random.uniform(rng, mask.shape)))
+        of_kind = (cells == jax.random.choice(rng_kind, kinds)) & ~own
+        one, other = pick(rng_near, near), pick(rng_other, of_kind)
+        other = jnp.where(of_kind.any(), other, one)
+        return cells.at[one].set(cells[other]).at[other].set(cells[one]), None
+
+    cells, _ = jax.lax.scan(swap, level.map.ravel(), jax.random.split(rng, n_edits))
+    return level._replace(map=cells.reshape(size, size))
+
+
+def level_stats(level, max_steps):
+    """Numbers of cells near the player."""
+    return {name: jnp.sum(around(level.map) == BlockType[kind].value, dtype=jnp.int32)
+            for name, kind in COUNTED.items()}  # fmt: skip
+
+
+def level_code(level):
+    """Four random sums of the level [4] uint32: equal for equal levels, and hardly for others."""
+    size = level.map.size + 1
+    factors = np.random.default_rng(0).integers(2**32, size=(4, size), dtype=np.uint32) | 1
+    cells = jnp.append(level.map.ravel().astype(jnp.uint32), level.seed)
+    return jnp.sum(factors * cells, axis=1, dtype=jnp.uint32)
+
+
+# --- pictures
+
+
+draw = cache(lambda tile: jax.jit(make_craftax_pixel_renderer(tile)))
+
+
+def render(level_or_state, tile=16):
+    """Craftax's picture of a state; of a level its textures, of what is near the player."""
+    if not isinstance(level_or_state, EnvState):
+        textures = np.asarray(load_all_textures()[tile]["block_textures"])[..., :3]
+        cells = around(np.asarray(level_or_state.map))
+        rows = [np.concatenate(textures[row], axis=1) for row in cells]
+        picture = np.concatenate(rows).astype(np.uint8)
+        y, x = (tile * (NEAR - n // 2) for n in OBS_DIM)
+        height, width = (tile * n for n in OBS_DIM)  # without the inventory
+        view = render(reset_one(level_or_state, 1)[1], tile)[:height]  # with the player
+        picture[y : y + height, x : x + width] = view
+        return picture
+    world = level_or_state.world.replace(state_rng=jax.random.key(0))  # the noise of the night
+    return np.asarray(draw(tile)(world)).astype(np.uint8)
+
+
+# name -> a world, max_steps
+fixed = lambda i: Level(jnp.asarray(opening(i).map, jnp.uint8), jnp.uint32(i))
+TEST_MAZES = {f"World{i}": (lambda rng, i=i: fixed(i), 250) for i in (1, 2, 3, 4)}
+TEST_MAZES["Random"] = sample_level, 250
+SUITES = {"worlds": ["World1", "World2", "World3", "World4"], "sampled": ["Random"]}
+sample_mazes = partial(amaze.sample_mazes, mazes=TEST_MAZES, pad=list)
+plot_levels = partial(amaze.plot_levels, render=render)

@@ -1,0 +1,392 @@
+"""The environments of examples/ in place of amaze.py: beside their own packages, and trainings by
+copies of the scripts, made by the commands of their docstrings."""
+
+import ast
+import csv
+import importlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+from runs import ROOT, assert_close, assert_equal, leaves, load, rewind, table
+
+sys.path.insert(0, str(ROOT))
+TINY = """--max-steps 12 --num-envs 8 --num-steps 16 --hidden-size 8 --update-epochs 2
+    --eval-episodes 2 --eval-interval 4 --num-updates 12 --log-interval 2 --checkpoint-interval 4
+    --archive-interval 4 --devices 1""".split()
+REPLAY = "--buffer-size 16".split()
+MORE = {"dr": [], "plr": REPLAY, "accel": [*REPLAY, "--num-edits", "2"],
+        "sfl": "--num-candidates 16 --candidates-at-once 8 --candidate-evals 2 --buffer-size 8 "
+               "--score-interval 4".split()}  # fmt: skip
+
+
+def example(name):
+    """The module, where its package is installed."""
+    pytest.importorskip({"cartpole": "gymnax", "craftax": "craftax"}[name])
+    return importlib.import_module(f"examples.{name}")
+
+
+def commands(name):
+    """Those of the docstring: patch, the flags of the training."""
+    text = ast.get_docstring(ast.parse((ROOT / f"examples/{name}.py").read_text()))
+    lines = re.findall(r"(?m)^    ((?:patch|python) (?:.*\\\n)*.*)$", text)
+    lines = [shlex.split(x.replace("\\\n", ""), comments=True) for x in lines]
+    [patch] = [x for x in lines if x[:1] == ["patch"]]
+    [train] = [x for x in lines if x[:2] == ["python", patch[2]]]
+    return patch, train[2 : train.index("--out")]
+
+
+@pytest.fixture(scope="module")
+def script(tmp):
+    """The copy of a script for an environment, as the docstring says how to make it."""
+    if not shutil.which("patch"):
+        pytest.skip("there is no `patch` here")
+
+    def script(environment, name):
+        patch, _ = commands(environment)
+        patch = [x.replace("plr", name) for x in patch]
+        if not (tmp / patch[2]).exists():
+            there = [str(ROOT / x) if (ROOT / x).exists() else x for x in patch]
+            subprocess.run(there, cwd=tmp, check=True, stdout=subprocess.DEVNULL)
+        return tmp / patch[2]
+
+    return script
+
+
+@pytest.fixture(scope="module")
+def cartpole():
+    return example("cartpole")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp, train, script, cartpole):
+    """Folder and script of a run with two seeds of each script's copy, made once."""
+    made = {}
+
+    def trained(name):
+        if name not in made:
+            made[name] = tmp / name, script("cartpole", name)
+            of_replay = name in ("plr", "accel")  # which have the docstring's --buffer-size
+            flags = commands("cartpole")[1][: None if of_replay else -2]
+            flags = [*flags, *TINY, *MORE[name], "--seeds", 2]
+            train(*flags, "--out", made[name][0], script=made[name][1])
+        return made[name]
+
+    return trained
+
+
+def measured(rows, column):
+    return [float(row[column]) for row in rows if row[column]]
+
+
+@pytest.mark.parametrize("name", ["plr", *(pytest.param(x, marks=pytest.mark.slow)
+                                           for x in ("dr", "accel", "sfl"))])  # fmt: skip
+def test_a_training(trained, cartpole, name):
+    folder, _ = trained(name)
+    rows = table(folder)
+    assert [(int(x["update"]), x["seed"]) for x in rows] == [
+        (update, seed) for update in (2, 4, 6, 8, 10, 12) for seed in "01"]  # fmt: skip
+    for column in "eval_return/Nominal", "train_return", "entropy":
+        values = measured(rows, column)
+        assert len(values) >= 6 and 0 < min(values) < max(values) <= 1
+    for corner in cartpole.CORNERS:
+        assert set(measured(rows, f"eval_solve_rate/{corner}")) <= {0, 0.5, 1}
+    of_levels = {"dr": "", "plr": "buffer_", "accel": "child_", "sfl": "replay_"}[name]
+    low, high = cartpole.NOMINAL / cartpole.FACTOR, cartpole.NOMINAL * cartpole.FACTOR
+    for number, least, most in zip(cartpole.NAMES, low, high):
+        values = measured(rows, of_levels + number)
+        assert len({*values}) > 1 and least < min(values) < max(values) < most
+    assert not {x for x in rows[0] if "solvable" in x or "optimal" in x or "regret" in x}
+    assert int(rows[-1]["grad_updates"]) > 2
+    assert Image.open(folder / "curves.png").width > 800
+    pictures = Image.open(folder / "levels/update_12.png")
+    assert pictures.width > 1000 and len(pictures.convert("RGB").getcolors(99999)) > 100
+    assert {len(x) for x in leaves(load(folder)).values()} == {2}
+
+
+def test_a_run_goes_on_bit_for_bit(tmp, trained, train):
+    folder, script = trained("plr")
+    train("--resume", "--out", rewind(folder, tmp / "again", 8), script=script)
+    assert_equal(folder, tmp / "again")
+
+
+def test_a_sweep_on_two_devices(tmp, trained, train):
+    """Seeds and points dealt over two: those of the default are the run of one device."""
+    folder, script = trained("plr")
+    flags = [*commands("cartpole")[1], *TINY, *REPLAY, "--seeds", 2, "--sweep", "spread=0.1,1"]
+    said = train(*flags, "--devices", 2, "--out", tmp / "sweep", script=script, devices=2)
+    assert f"{tmp / 'sweep'}: 4 training(s) on 2 x cpu, dealt by seeds" in said
+    assert_close(folder, [0, 1], tmp / "sweep", [2, 3])
+    narrow = np.array([float(x["buffer_gravity"]) for x in table(tmp / "sweep")[-4:-2]])
+    assert (abs(narrow / 9.8 - 1) < 0.08).all()
+
+
+@pytest.mark.slow
+def test_one_training_on_two_devices(tmp, trained, train):
+    folder, script = trained("plr")
+    flags = [*commands("cartpole")[1], *TINY, *REPLAY, "--shard", "levels"]
+    train(*flags, "--devices", 2, "--out", tmp / "split", script=script, devices=2)
+    assert_close(folder, [0], tmp / "split", [0])
+
+
+def test_evaluate(trained, call):
+    folder, script = trained("plr")
+    more = "--episodes", 4, "--gif", "Twig"
+    status, out, err = call(folder, "--script", script, *more, script=ROOT / "evaluate.py")
+    assert status == 0, err
+    with open(folder / "results.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 6 and rows[0]["maze"] == "Nominal" and "nan" not in out
+    for row in rows:  # each step gives 1 / 500
+        assert float(row["return"]) == pytest.approx(float(row["length"]) / 500, abs=1e-5)
+        assert row["optimal_return"] == ""
+    film = Image.open(folder / "film_plr_12_Twig.gif")
+    assert film.size == (240, 240) and film.n_frames > 5
+
+
+@pytest.mark.slow
+def test_evaluate_the_worst_of_random_physics(trained, call):
+    folder, script = trained("plr")
+    more = "--suite", "sampled", "--levels", 20, "--episodes", 2
+    status, out, err = call(folder, "--script", script, *more, script=ROOT / "evaluate.py")
+    assert status == 0 and "over 20 maze(s)" in out and "worst 10%" in out, err
+
+
+# --- beside gymnax and JaxUED
+
+
+def rollout(environment, level, max_steps, actions):
+    """Observations, rewards, done of an episode, and whatever follows."""
+    obs, state = environment.reset(level, max_steps)
+
+    def move(state, action):
+        obs, state, reward, done = environment.step(state, action)
+        return state, (obs, reward, done)
+
+    _, (later, reward, done) = jax.jit(lambda *x: jax.lax.scan(move, *x))(state, actions)
+    return jax.tree.map(lambda x, y: np.append(x[None], y, 0), obs, later), reward, done
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_cartpole_is_gymnax(cartpole, number):
+    """CartPole-v1 as it comes; random levels, by its step with their physics written by hand."""
+    import gymnax
+
+    env, params = gymnax.make("CartPole-v1")
+    rng = jax.random.key(number)
+    level, limit = cartpole.sample_level(rng), 40
+    if number == 0:
+        level, limit = cartpole.TEST_MAZES["Nominal"][0](rng), 500
+        _, state = env.reset_env(rng, params)
+        np.testing.assert_array_equal(env.get_obs(state), level.start)
+    else:
+        gravity, cart, pole, length, force = level.physics
+        params = params.replace(gravity=gravity, masscart=cart, masspole=pole, length=length)
+        params = params.replace(force_mag=force, total_mass=cart + pole)
+        params = params.replace(polemass_length=pole * length, max_steps_in_episode=limit)
+        state = type(env.reset_env(rng, params)[1])(0, *level.start)
+    # the pole's lean and fall decide, so that episodes are long; some actions are random
+    noise, actions, expected, balance = np.random.default_rng(number), [], [], state
+    for _ in range(limit):
+        obs = env.get_obs(balance)
+        action = int(obs[2] + 0.3 * obs[3] + 0.05 * noise.normal() > 0)
+        obs, balance, reward, terminated, _ = env.step_env(rng, balance, action, params)
+        actions.append(action)
+        done = terminated | env.is_truncated(balance, params)
+        expected.append((obs, reward / limit, done))
+        if done:
+            break
+    found = rollout(cartpole, level, limit, jnp.array(actions))
+    np.testing.assert_array_equal(found[0][0], env.get_obs(state))
+    for x, y in zip((found[0][1:], *found[1:]), zip(*expected)):
+        np.testing.assert_allclose(x, np.stack(y), 1e-4, 1e-5)
+    assert found[2].tolist() == [False] * (len(actions) - 1) + [True] and len(actions) > 20
+    assert number != 2 or len(actions) == limit
+
+
+def test_solved_is_475_of_500_steps(cartpole):
+    """Of returns as they are summed up, in float32."""
+    step = jnp.float32(1.0) / 500
+    totals = np.add.accumulate(np.full(500, step, np.float32), dtype=np.float32)
+    assert np.flatnonzero(cartpole.solved(totals)).tolist() == [*range(474, 500)]
+
+
+def test_levels_of_cartpole(cartpole):
+    rngs = jax.random.split(jax.random.key(0), 200)
+    powers = lambda level: np.log(level.physics / cartpole.NOMINAL) / np.log(cartpole.FACTOR)
+    levels = jax.vmap(cartpole.sample_level)(rngs)
+    drawn = powers(levels)
+    assert (abs(drawn) <= 1 + 1e-5).all() and (abs(drawn.mean(0)) < 0.15).all()
+    assert (abs(drawn.std(0) - 3**-0.5) < 0.08).all() and (abs(levels.start) <= 0.05).all()
+    flat = cartpole.sample_level(rngs[0], 0.0)
+    np.testing.assert_allclose(flat.physics, cartpole.NOMINAL, 1e-6)
+    for number in (1, 3):
+        edited = jax.vmap(lambda rng, level: cartpole.edit_level(rng, level, number))(rngs, levels)
+        change = powers(edited) - drawn
+        assert set((abs(change) > 1e-5).sum(1)) <= {*range(number + 1)}
+        assert 0.1 < abs(change).sum(1).mean() / number < 0.3
+        assert (abs(powers(edited)) <= 1 + 1e-5).all() and (edited.start == levels.start).all()
+    codes = jax.vmap(cartpole.level_code)(levels)
+    assert len({x.tobytes() for x in np.asarray(codes)}) == 200
+    heavy = cartpole.TEST_MAZES["Freight"][0](rngs[0]).physics
+    np.testing.assert_allclose(heavy, [19.6, 4, 0.8, 0.5, 5], 1e-6)
+
+
+def test_pictures_of_cartpole(cartpole):
+    level = cartpole.place(jax.random.key(0), cartpole.NOMINAL)._replace(start=jnp.zeros(4))
+    black = lambda picture: np.argwhere((picture[120:] == 0).all(-1)).mean(0)[1]
+    assert abs(black(cartpole.render(level)) - 119.5) < 1
+    moved = cartpole.render(level._replace(start=jnp.array([1.2, 0, 0, 0])))
+    assert black(moved) > 125
+    _, state = cartpole.reset(level, 500)
+    assert (cartpole.render(state[0]) != cartpole.render(level)).any()  # the step's number
+    assert (cartpole.render(level)[95:205] == cartpole.render(state[0])[95:205]).all()
+
+
+@pytest.fixture(scope="module")
+def jaxued():
+    pytest.importorskip("jaxued")
+    return pytest.importorskip("jaxued.environments")
+
+
+def test_what_is_written_for_jaxued_runs(cartpole, jaxued):
+    """Its maze by its own step, a level of random walls: the same episodes, then the next level."""
+    from jaxued.environments.maze import make_level_generator
+
+    env = jaxued.Maze(max_height=13, max_width=13, agent_view_size=5, normalize_obs=True)
+    assert env.action_space(env.default_params).n == 7
+    generate = make_level_generator(13, 13, 25)
+    queue = jax.vmap(generate)(jax.random.split(jax.random.key(0), 3))
+    reset, step, step_and_reset = cartpole.from_jaxued(env, ndim=2)
+    rng, limit = jax.random.key(1), 30
+    params = env.default_params.replace(max_steps_in_episode=limit)
+    obs, state = reset(queue, limit)
+    move, opened = jax.jit(step_and_reset), 0
+    level = lambda i: jax.tree.map(lambda x: x[i % 3], queue)
+    theirs, inner = env.reset_to_level(rng, level(0), params)
+    for action in np.random.default_rng(0).choice([0, 2, 2, 1, 2], 100):
+        jax.tree.map(np.testing.assert_array_equal, obs, theirs)
+        obs, state, reward, done = move(state, action)
+        theirs, inner, expected, ended, _ = env.step(rng, inner, action, params)
+        assert reward == expected and done == ended
+        if done:
+            opened += 1
+            theirs, inner = env.reset_to_level(rng, level(opened), params)
+    assert opened >= 3
+
+
+def test_the_luck_of_a_level(cartpole):
+    """A start and steps that are random in the environment are the same for a level each time."""
+
+    class Drift:
+        env, default_params = cartpole.CartPole.env, cartpole.CartPole.default_params
+
+        def reset_env_to_level(self, rng, level, params):
+            return jax.random.uniform(rng), level
+
+        def step_env(self, rng, state, action, params):
+            return jax.random.uniform(rng), state, 0.0, False, {}
+
+    reset, step, _ = cartpole.from_jaxued(Drift(), ndim=0)
+
+    def play(level):
+        obs, state = reset(level, 9)
+        seen = [obs]
+        for _ in range(3):
+            obs, state, *_ = step(state, 0)
+            seen.append(obs)
+        return np.array(seen).tolist()
+
+    one, other = play((jnp.array(1.0), jnp.array(2))), play((jnp.array(2.0), jnp.array(1)))
+    assert one == play((jnp.array(1.0), jnp.array(2))) and len({*one, *other}) == 8
+
+
+# --- Craftax
+
+
+@pytest.fixture(scope="module")
+def craftax():
+    return example("craftax")
+
+
+@pytest.mark.slow
+def test_craftax_is_its_package(craftax):
+    """Worlds as it draws them, and its own step on them; on done, the next world opens."""
+    from craftax.craftax_classic.envs.craftax_symbolic_env import (
+        CraftaxClassicSymbolicEnvNoAutoReset as Craftax)  # fmt: skip
+
+    env, limit = Craftax(), 60
+    params = env.default_params.replace(max_timesteps=limit)
+    keys = jax.random.split(jax.random.key(0), 2)
+    queue = jax.vmap(craftax.sample_level)(keys)
+    worlds = [env.reset(jax.random.split(rng)[0], params) for rng in keys]
+    obs, state = craftax.reset(queue, limit)
+    bare = lambda world: world.replace(state_rng=None)
+    equal = partial(np.testing.assert_allclose, rtol=1e-6)  # the light is a power
+    same = lambda *trees: jax.tree.map(equal, *trees)
+    (theirs, world), number, rewards = worlds[0], 0, []
+    move = jax.jit(craftax.step_and_reset)
+    for action in np.random.default_rng(1).choice([1, 2, 3, 4, 5, 5, 7, 8, 10, 11], 90):
+        same((obs, state[0].world), (theirs, bare(world)))
+        rng = jax.random.fold_in(jax.random.key(queue.seed[number % 2]), world.timestep)
+        theirs, world, expected, ended, _ = env.step(rng, world, action, params)
+        obs, state, reward, done = move(state, action)
+        assert reward == expected and done == ended
+        rewards.append(float(reward))
+        if done:
+            number += 1
+            theirs, world = worlds[number % 2]
+    assert number >= 1 and max(rewards) >= 0.9
+    assert craftax.solved(np.array([5.9, 6.0])).tolist() == [False, True]
+    world = craftax.TEST_MAZES["World2"][0](None)  # a fixed one
+    _, theirs = env.reset(jax.random.key(2), params)
+    np.testing.assert_array_equal(craftax.reset(world, limit)[1][0].world.map, theirs.map)
+
+
+@pytest.mark.slow
+def test_levels_of_craftax(craftax):
+    from craftax.craftax_classic.constants import BlockType
+
+    rngs = jax.random.split(jax.random.key(0), 20)
+    levels = jax.vmap(craftax.sample_level)(rngs)
+    edited = jax.vmap(lambda *x: craftax.edit_level(*x, 5))(rngs, levels)
+    before, after = np.asarray(levels.map), np.asarray(edited.map)
+    changed = before != after
+    assert (changed.sum((1, 2)) <= 10).all() and changed.sum((1, 2)).mean() > 5
+    near = changed[:, 24:40, 24:40]
+    assert near.any((1, 2)).all() and near.sum() < changed.sum()
+    assert not changed[:, 32, 32].any() and (before[:, 32, 32] == BlockType.GRASS.value).all()
+    count = lambda maps: [np.bincount(x.ravel(), minlength=17).tolist() for x in maps]
+    assert count(before) == count(after)
+    stats = jax.vmap(lambda level: craftax.level_stats(level, 250))(levels)
+    water = (before[:, 24:40, 24:40] == BlockType.WATER.value).sum((1, 2))
+    np.testing.assert_array_equal(stats["water"], water)
+    codes = [jax.vmap(craftax.level_code)(x) for x in (levels, edited, levels)]
+    assert len({x.tobytes() for code in codes for x in np.asarray(code)}) == 40
+    reseeded = levels._replace(seed=levels.seed + 1)
+    assert (jax.vmap(craftax.level_code)(reseeded) != codes[0]).all()
+
+
+@pytest.mark.slow
+def test_a_training_on_craftax(tmp, train, call, script, craftax):
+    flags = [*commands("craftax")[1], *TINY, *REPLAY, "--eval-suite", "World1"]
+    folder, path = tmp / "craftax", script("craftax", "plr")
+    train(*flags, "--out", folder, script=path)
+    rows = table(folder)
+    assert len({*measured(rows, "buffer_water")}) > 1 and int(rows[-1]["grad_updates"]) > 1
+    assert all(-1 < x < 22 for x in measured(rows, "eval_return/World1"))
+    train("--resume", "--out", rewind(folder, tmp / "craftax again", 8), script=path)
+    assert_equal(folder, tmp / "craftax again")
+    more = "--mazes", "World1", "--episodes", 1, "--gif", "World1"
+    status, out, err = call(folder, "--script", path, *more, script=ROOT / "evaluate.py")
+    assert status == 0 and "World1" in out, err
+    assert Image.open(folder / "film_craftax_12_World1.gif").size == (144, 144)
+    assert Image.open(folder / "levels/update_12.png").width > 1000
