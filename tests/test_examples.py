@@ -366,6 +366,9 @@ def test_levels_of_craftax(craftax):
     assert not changed[:, 32, 32].any() and (before[:, 32, 32] == BlockType.GRASS.value).all()
     count = lambda maps: [np.bincount(x.ravel(), minlength=17).tolist() for x in maps]
     assert count(before) == count(after)
+    sand = jnp.full((64, 64), BlockType.SAND.value, jnp.uint8).at[0, 0].set(BlockType.PATH.value)
+    nothing = craftax.edit_level(rngs[0], craftax.Level(sand, levels.seed[0]), 9)
+    np.testing.assert_array_equal(nothing.map, sand)  # of no kind there is a cell
     stats = jax.vmap(lambda level: craftax.level_stats(level, 250))(levels)
     water = (before[:, 24:40, 24:40] == BlockType.WATER.value).sum((1, 2))
     np.testing.assert_array_equal(stats["water"], water)
