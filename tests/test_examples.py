@@ -139,7 +139,7 @@ def test_one_training_on_two_devices(tmp, trained, train):
 
 def test_evaluate(trained, call):
     folder, script = trained("plr")
-    more = "--episodes", 4, "--gif", "Twig"
+    more = "--episodes", 4, "--gif", "Twig", "--show-levels"
     status, out, err = call(folder, "--script", script, *more, script=ROOT / "evaluate.py")
     assert status == 0, err
     with open(folder / "results.csv", newline="") as file:
@@ -150,6 +150,7 @@ def test_evaluate(trained, call):
         assert row["optimal_return"] == ""
     film = Image.open(folder / "film_plr_12_Twig.gif")
     assert film.size == (240, 240) and film.n_frames > 5
+    assert Image.open(folder / "mazes.png").width > 1000
 
 
 @pytest.mark.slow
