@@ -139,7 +139,7 @@ def test_one_training_on_two_devices(tmp, trained, train):
 
 def test_evaluate(trained, call):
     folder, script = trained("plr")
-    more = "--episodes", 4, "--gif", "Twig"
+    more = "--episodes", 4, "--gif", "Twig", "--show-levels"
     status, out, err = call(folder, "--script", script, *more, script=ROOT / "evaluate.py")
     assert status == 0, err
     with open(folder / "results.csv", newline="") as file:
@@ -150,6 +150,7 @@ def test_evaluate(trained, call):
         assert row["optimal_return"] == ""
     film = Image.open(folder / "film_plr_12_Twig.gif")
     assert film.size == (240, 240) and film.n_frames > 5
+    assert Image.open(folder / "mazes.png").width > 1000
 
 
 @pytest.mark.slow
@@ -366,6 +367,9 @@ def test_levels_of_craftax(craftax):
     assert not changed[:, 32, 32].any() and (before[:, 32, 32] == BlockType.GRASS.value).all()
     count = lambda maps: [np.bincount(x.ravel(), minlength=17).tolist() for x in maps]
     assert count(before) == count(after)
+    sand = jnp.full((64, 64), BlockType.SAND.value, jnp.uint8).at[0, 0].set(BlockType.PATH.value)
+    nothing = craftax.edit_level(rngs[0], craftax.Level(sand, levels.seed[0]), 9)
+    np.testing.assert_array_equal(nothing.map, sand)  # of no kind there is a cell
     stats = jax.vmap(lambda level: craftax.level_stats(level, 250))(levels)
     water = (before[:, 24:40, 24:40] == BlockType.WATER.value).sum((1, 2))
     np.testing.assert_array_equal(stats["water"], water)
