@@ -37,8 +37,9 @@ import evaluate as evaluation  # noqa: E402
 
 S5 = "--rnn s5 --lr 1e-4 --ent-coef 1e-3"
 S5_PARALLEL = "--parallel --rnn s5 --lr 1e-4 --gae-lambda 0.98 --ent-coef 1e-3"
-FAST = {name: f"{name}.py --fast --eval-interval 150 --log-interval 50 --archive-interval 250"
-        for name in ("accel", "plr", "sfl", "dr", "paired")}
+RATES = "--eval-interval 150 --log-interval 50 --archive-interval 250"
+FAST = {name: f"{name}.py --fast {RATES}" for name in ("accel", "plr", "sfl", "dr", "paired")}
+FAST |= {f"sfl_{n}": f"sfl.py --fast --num-updates {n} {RATES}" for n in (500, 1000)}  # quickest
 METHODS = {  # name: script and options (NOTEBOOK.md, "S5 policies")
     "accel": "accel.py",
     "plr": "plr.py",
