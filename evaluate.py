@@ -254,8 +254,13 @@ def play(train, params, rngs, mazes, episodes, batch_size=0, title="", env=amaze
     # on a device players take turns if it is a CPU, which is faster there, else they are vmapped
     in_turn = lambda *players: jax.lax.map(lambda args: player(*args), players)
     dealt = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec("devices"))
-    program = jax.shard_map(in_turn if on_cpu else jax.vmap(player), mesh=dealt.mesh,
-                            in_specs=dealt.spec, out_specs=dealt.spec, check_vma=False)
+    program = jax.shard_map(
+        in_turn if on_cpu else jax.vmap(player),
+        mesh=dealt.mesh,
+        in_specs=dealt.spec,
+        out_specs=dealt.spec,
+        check_vma=False,
+    )
     program = jax.jit(program, donate_argnums=3)
     # at first all lanes are as if their episodes had ended, so that they begin the next
     zeros = np.zeros(min(-(-len(row) // parts), batch_size or (128 if on_cpu else 1024)), int)
@@ -730,8 +735,14 @@ def evaluate(args):
         write(out / "results.png", lambda file: figure.savefig(file, format="png", dpi=150))
     for run, maze in ((run, mazes[names.index(name)]) for run in runs for name in films):
         first, *others = map(Image.fromarray, film(run, args.seed, maze))
-        save = partial(first.save, format="GIF", save_all=True, append_images=others,
-                       duration=[100] * len(others) + [1000], loop=0)  # milliseconds
+        save = partial(
+            first.save,
+            format="GIF",
+            save_all=True,
+            append_images=others,
+            duration=[100] * len(others) + [1000],
+            loop=0,
+        )  # milliseconds
         write(out / f"film_{run.name.replace('/', '_')}_{run.update}_{maze.name}.gif", save)
     return refused
 

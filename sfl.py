@@ -163,6 +163,7 @@ class RunnerState(struct.PyTreeNode):
 
 # --- network
 
+
 @jax.custom_vjp
 def lstm(carry, x, is_first, w, b):
     """LSTM (Hochreiter 1997): x [T, B, I], w [4H, I + H], b [4H] -> carry, h [T, B, H]; or, of
@@ -300,6 +301,7 @@ class ActorCritic(nn.Module):
 
 
 # --- pure functions
+
 
 def gae(batch, last_value, gamma, gae_lambda):
     """A_t = delta_t + gamma lambda (1 - d_t) A_{t+1} (1506.02438, eq. 16), advantages [T, B]."""
@@ -834,8 +836,8 @@ def run(config, status=False):
     for number in (signal.SIGINT, signal.SIGTERM):  # a second one does what it did before
         handler = signal.signal(number, lambda n, _: stop.append(n) or undo.close())
         undo.callback(signal.signal, number, handler)
-    where = f"{len(devices)} x {devices[0].device_kind}, dealt by {shard}"
-    say(f"{folder}: {len(rows)} training(s) on {where}")
+    devices = f"{len(devices)} x {devices[0].device_kind}"
+    say(f"{folder}: {len(rows)} training(s) on {devices}, dealt by {shard}")
 
     def save(path):
         """A checkpoint; it notes how long logs.csv is, so that both agree after a crash."""
@@ -893,8 +895,9 @@ def run(config, status=False):
             if ends or due(config.checkpoint_interval):  # last: what comes before is made again
                 save(folder / "checkpoint.msgpack")
     script, stopped = sys.argv[0] if status else SCRIPT, step < config.num_updates
-    say(f"stopped at update {step}; to go on: python {script} --resume --out {folder}" if stopped
-        else f"done: {seconds:.0f} s; next: python evaluate.py {folder} --script {script}")
+    go_on = f"stopped at update {step}; to go on: python {script} --resume --out {folder}"
+    look = f"done: {seconds:.0f} s; next: python evaluate.py {folder} --script {script}"
+    say(go_on if stopped else look)
     state = state.replace(step=jnp.full(len(rows), step), rng=jax.random.wrap_key_data(state.rng))
     metrics = {name: np.concatenate([x[name] for x in chunks], 1) for name in chunks and metrics}
     return (128 + ended) * stopped if status else (state, metrics)

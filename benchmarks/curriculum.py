@@ -85,15 +85,18 @@ def main():
         solution = jax.vmap(jax.vmap(amaze.solve))(jax.tree.map(jnp.asarray, buffer.level))
         solvable = probabilities * np.asarray(solution.solvable)
         mean = lambda x, weight=probabilities: (weight * np.asarray(x)).sum() / weight.sum()
-        print(f"update {update}: {mean(walls.sum((2, 3))):.1f} walls, "
-              f"shortest path {mean(solution.path_length, solvable):.1f} cells, "
-              f"{mean(buffer.mutations):.1f} generations of edits, "
-              f"{solvable.sum() / len(solvable):.1%} solvable")
+        print(
+            f"update {update}: {mean(walls.sum((2, 3))):.1f} walls, "
+            f"shortest path {mean(solution.path_length, solvable):.1f} cells, "
+            f"{mean(buffer.mutations):.1f} generations of edits, "
+            f"{solvable.sum() / len(solvable):.1%} solvable"
+        )
         taken = walls[buffer.scored]
         apart = {name: (taken != maze).sum((1, 2)).min() for name, maze in test_walls()}
         print("  nearest to", ", ".join(f"{name} {n}" for name, n in apart.items()))
         slots = np.random.default_rng(0).choice(
-            len(probabilities[0]), options.columns, replace=False, p=probabilities[0])
+            len(probabilities[0]), options.columns, replace=False, p=probabilities[0]
+        )
         text = lambda slot: amaze.level_to_text(jax.tree.map(lambda x: x[0, slot], buffer.level))
         chosen[update] = list(map(text, slots))
     options.out.with_suffix(".json").write_text(json.dumps(chosen, indent=1) + "\n")

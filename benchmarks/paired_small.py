@@ -72,7 +72,8 @@ def plot():
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--plot", action="store_true", help="do not train")
     if not parser.parse_args().plot:
         train()

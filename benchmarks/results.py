@@ -178,8 +178,15 @@ def plot(folders, path):
             where.plot(minutes, rates.mean(1), color=f"C{i}", lw=2, label=TITLES.get(name, name))
         if name in MEANS:
             axes.axhline(MEANS[name], color="0.3", ls="--", lw=1)
-            axes.annotate(f"minimax's paper {MEANS[name]:.2f}", (1, MEANS[name] - 0.01), ha="right",
-                          va="top", xycoords=("axes fraction", "data"), fontsize=8, color="0.3")
+            axes.annotate(
+                f"minimax's paper {MEANS[name]:.2f}",
+                (1, MEANS[name] - 0.01),
+                ha="right",
+                va="top",
+                xycoords=("axes fraction", "data"),
+                fontsize=8,
+                color="0.3",
+            )
         axes.set_title(f"{TITLES.get(name, name)}, {len(seeds)} seeds", fontsize=10)
     for axes in panels[len(folders) : -1]:
         axes.set_visible(False)
@@ -256,8 +263,12 @@ def main():
     parser.add_argument("--methods", nargs="+", default=[], help="default: all")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long")
     parser.add_argument("--seeds", type=int, default=0, help="default: 8, of the two best 16")
-    parser.add_argument("--devices", type=int, default=1,
-                        help="that seeds are dealt over: cores, but 1 is all threads of a CPU")
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=1,
+        help="that seeds are dealt over: cores, but 1 is all threads of a CPU",
+    )
     parser.add_argument("--options", default="", help="further options of the scripts, quoted")
     parser.add_argument("--out", type=Path, help="default: runs/fast or runs/published")
     parser.add_argument("--evaluate", action="store_true", help="instead of training")

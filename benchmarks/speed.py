@@ -41,8 +41,18 @@ JAX = f"jax=={importlib.metadata.version('jax')}"  # one JAX for all
 PEERS = {  # name: what pip installs, call by call
     "jaxued": [[JAX, "jaxued==0.0.1", "six"]],
     "minimax": [  # its metadata asks for an older NumPy, on which a current JAX does not run
-        [JAX, "flax", "optax", "chex", "pandas", "wandb", "GitPython", "ipython", "tqdm",
-         "tfp-nightly"],
+        [
+            JAX,
+            "flax",
+            "optax",
+            "chex",
+            "pandas",
+            "wandb",
+            "GitPython",
+            "ipython",
+            "tqdm",
+            "tfp-nightly",
+        ],
         ["--no-deps", "minimax-lib==0.2.0"],
     ],
     "navix": [[JAX, "navix==0.7.4"]],
@@ -410,23 +420,44 @@ def picture(data, path):
 def main():
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=SECTIONS, metavar="SECTION",
-                        help=", ".join(SECTIONS))
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        choices=SECTIONS,
+        default=SECTIONS,
+        metavar="SECTION",
+        help=", ".join(SECTIONS),
+    )
     parser.add_argument("--peers", action="store_true", help="beside other libraries")
-    parser.add_argument("--against", type=Path, metavar="FOLDER",
-                        help="compile and evaluate: another checkout, timed in turn")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="FOLDER",
+        help="compile and evaluate: another checkout, timed in turn",
+    )
     parser.add_argument("--peer-folder", default="~/.cache/ued-speed-peers", help="for their venvs")
-    parser.add_argument("--training-peers", nargs="+", metavar="PEER",
-                        default=["minimax", "minimax, no level metrics"], help="which of these two")
+    parser.add_argument(
+        "--training-peers",
+        nargs="+",
+        metavar="PEER",
+        default=["minimax", "minimax, no level metrics"],
+        help="which of these two",
+    )
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=SCRIPTS)
     parser.add_argument("--cores", nargs="+", default=["lstm", "s5"], help="lstm gru s5")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 8],
-                        help="all with the first core, with others only the first")
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[1, 8],
+        help="all with the first core, with others only the first",
+    )
     parser.add_argument("--sizes", nargs="+", type=int, default=[32, 256, 2048], help="N of env")
     parser.add_argument("--episodes", type=int, default=50, help="of each maze of evaluate")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=HERE / "figures",
-                        help="folder of speed.json, .md and .png")
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "figures", help="folder of speed.json, .md and .png"
+    )
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

@@ -406,7 +406,8 @@ def test_the_worst_are_those_of_the_published_protocol(tmp_path, capsys, monkeyp
     run = evaluate.Run("a", tmp_path, "dr", 1, agents, {}, SimpleNamespace())
     maze = lambda name: evaluate.Maze(name, None, 250)
     play = lambda train, params, rngs, mazes, episodes, *_: np.stack(
-        [flip(rng, rates, episodes, len(rngs))] * 2)
+        [flip(rng, rates, episodes, len(rngs))] * 2
+    )
     for name, value in {"load_runs": lambda args: ([run], []), "play": play, "RESAMPLES": 10,
                         "draw_mazes": lambda names, *_: [*map(maze, names)],
                         "optimal_returns": lambda mazes, env: np.ones(len(mazes)),
@@ -641,6 +642,7 @@ def evil_script(name):
         (run.parent / "evil.py").write_text(f"import os; os.mkdir({str(mark)!r})")
         change_config(run, script=name.format(run=run))
         os.chdir(run)
+
     return lie
 
 
@@ -654,9 +656,11 @@ def false_dr(run, mark):
 
 def edit(change):
     """A lie told by the checkpoint: bytes -> bytes."""
+
     def lie(run, mark):
         path = run / "checkpoint.msgpack"
         path.write_bytes(change(path.read_bytes(), mark))
+
     return lie
 
 
@@ -665,6 +669,7 @@ def edit_state(change):
         data = serialization.msgpack_restore(data)
         change(data["state"]["student"])
         return serialization.msgpack_serialize(data)
+
     return edit(bytes_to_bytes)
 
 

@@ -128,8 +128,10 @@ def test_regret_by_hand():
     assert (best[:, 4] < 0).any() and (mean[:, 4] < 0).all() and (mean[:, 3] == 0).all()
     assert (best[:, 3] == 0).all()
 
-    pair, everyone, alone = (np.asarray(paired.regret(kind, *(x[:n] for x in scores)))
-                             for kind, n in [("paired", 2), ("population", 3), ("minimax", 1)])
+    pair, everyone, alone = (
+        np.asarray(paired.regret(kind, *(x[:n] for x in scores)))
+        for kind, n in [("paired", 2), ("population", 3), ("minimax", 1)]
+    )
     clipped = 0
     for n in range(5):
         gap = best[1, n] - mean[0, n]
@@ -311,8 +313,11 @@ def test_row_of_a_sweep_equals_solo():
     """Two seeds with swept floats at once, and each alone."""
     program, floats, _ = compiled_cycle()
     states = [initial_state(seed) for seed in (5, 6)]
-    values = {"lr": jnp.array([1e-3, 1e-2]), "teacher_lr": jnp.array([1e-2, 1e-3]),
-              "teacher_ent_coef": jnp.array([0.0, 0.1])}
+    values = {
+        "lr": jnp.array([1e-3, 1e-2]),
+        "teacher_lr": jnp.array([1e-2, 1e-3]),
+        "teacher_ent_coef": jnp.array([0.0, 0.1]),
+    }
     batch = jax.tree.map(lambda *x: jnp.stack(x), *states)
     axes = jax.tree.map(lambda _: 0, batch).replace(step=None)
     batch = batch.replace(step=states[0].step)
@@ -323,7 +328,8 @@ def test_row_of_a_sweep_equals_solo():
         alone, metrics = program(state, row(values, i))
         for name in metrics:
             np.testing.assert_allclose(
-                together_metrics[name][i], metrics[name], rtol=1e-3, atol=1e-4, err_msg=name)
+                together_metrics[name][i], metrics[name], rtol=1e-3, atol=1e-4, err_msg=name
+            )
         assert moved(row(together.students, i), alone.students) < 1e-4
         assert moved(row(together.teacher, i), alone.teacher) < 1e-4
 
@@ -332,13 +338,27 @@ def test_row_of_a_sweep_equals_solo():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode, students, prefixes, cores", [
-    ("population", 3, ["", "student_1_", "student_2_"], ("none", "s5")),
-    ("minimax", 1, [""], ("gru", "none"))])
+@pytest.mark.parametrize(
+    "mode, students, prefixes, cores",
+    [
+        ("population", 3, ["", "student_1_", "student_2_"], ("none", "s5")),
+        ("minimax", 1, [""], ("gru", "none")),
+    ],
+)
 def test_modes_run(mode, students, prefixes, cores):
-    config = replace(SMALL, regret=mode, num_students=students, num_evals=1, num_updates=2,
-                     rnn=cores[0], teacher_rnn=cores[1], s5_layers=1, eval_episodes=1,
-                     eval_interval=students - 1, eval_suite="MiniMaze")
+    config = replace(
+        SMALL,
+        regret=mode,
+        num_students=students,
+        num_evals=1,
+        num_updates=2,
+        rnn=cores[0],
+        teacher_rnn=cores[1],
+        s5_layers=1,
+        eval_episodes=1,
+        eval_interval=students - 1,
+        eval_suite="MiniMaze",
+    )
     state, metrics = jax.jit(make_train(config))(jax.random.key(0))
     metrics = {name: x[1:] for name, x in host(metrics).items()}
     assert all(x.shape == (1,) for x in metrics.values())

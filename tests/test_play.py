@@ -185,8 +185,18 @@ def test_a_maze_is_a_text_and_back(js):
         "max_steps": 30, "see_through_walls": False}  # fmt: skip
     head, walls = text.rsplit(".", 1)
     changes = {"x": ".", ".30.": ".0.", "1.1.2.": "1.1.4.", "2.2.0.": "2.3.0.", "1.1.2": "0.1.2"}
-    lies = ["", "#", text[1:], text + "AAAA", text + "!", head, f"{head}.____", f"999x{text}",
-            text.replace("2.2.0.", "2.1.1."), *(text.replace(*x) for x in changes.items())]
+    lies = [
+        "",
+        "#",
+        text[1:],
+        text + "AAAA",
+        text + "!",
+        head,
+        f"{head}.____",
+        f"999x{text}",
+        text.replace("2.2.0.", "2.1.1."),
+        *(text.replace(*x) for x in changes.items()),
+    ]
     assert js("lies.map(maze_from_text)", lies=lies) == [None] * len(lies)
 
 
@@ -448,8 +458,10 @@ def browser(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("browser")
     names = ["StandardMaze", "FourRooms"]
     mazes = evaluate.draw_mazes(names, evaluate.Arguments(episodes=2), False)
-    two, s5, gru = ((as_run(folder / name[:2], name, n)._replace(name=name[:2]))
-                    for name, n in (("lstm", 2), ("s5, norm after", 1), ("gru", 1)))
+    two, s5, gru = (
+        (as_run(folder / name[:2], name, n)._replace(name=name[:2]))
+        for name, n in (("lstm", 2), ("s5, norm after", 1), ("gru", 1))
+    )
     (folder / "play.html").write_bytes(evaluate.page([two, s5, gru], mazes))
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM

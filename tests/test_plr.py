@@ -572,8 +572,14 @@ def column(*x):
 
 def test_scores_by_hand():
     batch = plr.Transition(
-        None, None, None, None, value=column(0.5, 0.1, 0.2, 0.6, 9), reward=column(0, 0.8, 0, 0, 9),
-        done=column(0, 1, 0, 1, 0) > 0)  # episodes of 2, 2 and, unfinished, 1 step
+        None,
+        None,
+        None,
+        None,
+        value=column(0.5, 0.1, 0.2, 0.6, 9),
+        reward=column(0, 0.8, 0, 0, 9),
+        done=column(0, 1, 0, 1, 0) > 0,
+    )  # episodes of 2, 2 and, unfinished, 1 step
     advantage = column(0.2, -0.4, -0.6, -0.2, 9)
     best, seen = np.float32([0.95]), np.float32([0.3])
     count, mean, r_max, scores = plr.level_outcomes(batch, advantage, seen, np.eye(1) > 0, best)

@@ -137,8 +137,12 @@ def training(script, cycle, core, seeds, devices):
         step = config.buffer_size
         rngs = jax.random.split(jax.random.key(1), step)
         level = jax.jit(jax.vmap(amaze.sample_level))(rngs)
-        full = states.buffer._replace(level=level, code=jax.vmap(amaze.level_code)(level),
-                                      scored=True, score=jnp.linspace(0, 1, step))
+        full = states.buffer._replace(
+            level=level,
+            code=jax.vmap(amaze.level_code)(level),
+            scored=True,
+            score=jnp.linspace(0, 1, step),
+        )
         spread = lambda x, y: jnp.array(jnp.broadcast_to(x, y.shape), y.dtype)
         full = jax.tree.map(spread, full, states.buffer)
         states = jax.device_put(states.replace(buffer=full), sharding)
