@@ -59,7 +59,7 @@ from tqdm import tqdm
 import amaze
 from s5 import S5
 
-FAST = {"num_updates": 2_300, "lr": 3e-3, "num_envs": 32, "update_epochs": 3, "hidden_size": 64,
+FAST = {"num_updates": 2_000, "lr": 3e-3, "num_envs": 32, "update_epochs": 3, "hidden_size": 64,
         "gamma": 0.999, "gae_lambda": 0.98, "clip_eps": 0.2, "ent_coef": 1e-2, "vf_coef": 2.0,
         "clip_vloss": False, "max_grad_norm": 1.5, "n_walls": 90, "solvable_only": True,
         "num_candidates": 2_500, "candidate_evals": 5, "candidate_steps": 4_000,
@@ -73,7 +73,7 @@ class Config:
     # PPO
     lr: float = 2.5e-4  # Adam's learning rate; fast 3e-3
     anneal_lr: bool = True  # lower lr linearly, to 0 after num_updates
-    num_updates: int = 4_578  # cycles; of 65,536 steps, 3e8 to learn from; fast 2,300
+    num_updates: int = 4_578  # cycles; of 65,536 steps, 3e8 to learn from; fast 2,000
     num_envs: int = 256  # N, levels per cycle; fast 32
     num_evals: int = 1  # E, trajectories on each level
     num_steps: int = 256  # T, steps per trajectory and cycle
