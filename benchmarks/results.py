@@ -157,9 +157,13 @@ def compare(folders):
     yield f"| maze | {' | '.join(folders)} | published: accel | plr | dr |"
     yield "|" + "---|" * (len(folders) + 4)
     for suite in SUITES:
-        tables = [scores(folder, suite) for folder in folders.values()]
-        for i, maze in enumerate(tables[0][1]):
-            rates = [f"{table[:, i].mean():.2f}" for table, _ in tables]
+        known = {
+            name: folder for name, folder in folders.items() if (folder / f"{suite}.csv").exists()
+        }
+        tables = {name: scores(folder, suite) for name, folder in known.items()}
+        for i, maze in enumerate(next(iter(tables.values()))[1]):
+            means = {name: f"{table[:, i].mean():.2f}" for name, (table, _) in tables.items()}
+            rates = [means.get(name, "") for name in folders]
             published = [f"{x:.2f}" for x in PUBLISHED.get(maze, ())] or [""] * 3
             yield f"| {maze} | {' | '.join(rates + published)} |"
 
@@ -171,11 +175,19 @@ def plot(folders, path):
     for i, ((name, folder), axes) in enumerate(zip(folders.items(), panels)):
         table = read(folder / "curve.csv")
         seeds = [key for key in table[0] if key.startswith("seed")]
-        rates = np.array([[float(row[key]) for key in seeds] for row in table])
-        minutes = [float(row["minutes"]) for row in table]
-        axes.plot(minutes, rates, color=f"C{i}", lw=0.6, alpha=0.5)
+        column = lambda key: np.array([float(row[key]) for row in table])
+        minutes, title = column("minutes"), TITLES.get(name, name)
+        if seeds:
+            rates = np.stack([column(key) for key in seeds], 1)
+            mean, title = rates.mean(1), f"{title}, {len(seeds)} seeds"
+            axes.plot(minutes, rates, color=f"C{i}", lw=0.6, alpha=0.5)
+        else:  # of older records only the range of the seeds is left
+            mean, title = column("solve_rate"), f"{title}, range of seeds"
+            axes.fill_between(
+                minutes, column("lowest"), column("highest"), color=f"C{i}", alpha=0.2
+            )
         for where in (axes, panels[-1]):
-            where.plot(minutes, rates.mean(1), color=f"C{i}", lw=2, label=TITLES.get(name, name))
+            where.plot(minutes, mean, color=f"C{i}", lw=2, label=TITLES.get(name, name))
         if name in MEANS:
             axes.axhline(MEANS[name], color="0.3", ls="--", lw=1)
             axes.annotate(
@@ -187,7 +199,7 @@ def plot(folders, path):
                 fontsize=8,
                 color="0.3",
             )
-        axes.set_title(f"{TITLES.get(name, name)}, {len(seeds)} seeds", fontsize=10)
+        axes.set_title(title, fontsize=10)
     for axes in panels[len(folders) : -1]:
         axes.set_visible(False)
     panels[-1].set_title("their means", fontsize=10)
