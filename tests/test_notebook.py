@@ -249,6 +249,7 @@ display.Image.assert_called_once_with("runs/notebook/film.gif")
 assert names["config"].num_updates == 8 and len(names["metrics"]["entropy"]) == 3
 """
 SMALL = dict(num_updates=8, num_envs=4, num_steps=8, rnn="none", hidden_size=4, buffer_size=8,
+             num_candidates=16, candidates_at_once=8, candidate_evals=2, num_minibatches=1,
              update_epochs=1, eval_interval=2, eval_episodes=1, log_interval=4)  # fmt: skip
 
 
