@@ -11,8 +11,10 @@ max_steps. Solved is what CartPole-v1 calls so, 475 of 500 steps: a return of at
     python evaluate.py runs/cartpole --script cartpole_plr.py --gif Mast
     python evaluate.py runs/cartpole --script cartpole_plr.py --suite sampled     # the worst 10%
 
-With accel.py also --num-edits 3. gymnax starts JAX when it is imported: on a CPU, the environment
-variable JAX_NUM_CPU_DEVICES=4 makes four cores devices. Config's n_walls stays, and is not used.
+With accel.py also --num-edits 3. The score max_mc is made for a reward at the end, and takes levels
+that are solved here for half solved: positive_value_loss is another to try. gymnax starts JAX when
+it is imported: on a CPU, the environment variable JAX_NUM_CPU_DEVICES=4 makes four cores devices.
+Config's n_walls stays, and is not used.
 
 `from_jaxued` makes what is asked of a module in place of amaze.py from an environment written for
 JaxUED (DramaCow/jaxued, 2403.13091), as CartPole below is. JaxUED's own maze, say:
