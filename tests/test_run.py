@@ -691,7 +691,7 @@ def make_train("""
 @pytest.mark.parametrize("name", ["grad_updates", "rollouts"])
 def test_a_metric_is_missing(tmp, call, name):
     """Of those that the command line needs: one line, before anything is compiled or written."""
-    script = copy(tmp, f"no_{name}", {f'"{name}": step': f'"my_{name}": step'})
+    script = copy(tmp, f"no_{name}", {f'"{name}": cycles': f'"my_{name}": cycles'})
     folder = tmp / f"run_without_{name}"
     status, out, err = call(*SHORT, "--out", folder, script=script)
     assert status == 2 and "Traceback" not in err and "compil" not in out
