@@ -15,8 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 README = (ROOT / "README.md").read_text()
 read = lambda name: (ROOT / "examples" / name).read_text()
-DIFFS = *re.findall(r"(?s)```diff\n(.*?)```", README), read("attention.diff"), read("rows.diff")
-SCORE, STUDENT, LEVELS = (re.search(r"(?s)--- (\w+\.py)\n(@@\n.*)", x).groups() for x in DIFFS)
+FILES = "attention.diff", "rows.diff", "ncc.diff", "best_quarter.diff"
+DIFFS = *re.findall(r"(?s)```diff\n(.*?)```", README), *map(read, FILES)
+split = lambda diff: re.search(r"(?s)--- (\w+\.py)\n(@@\n.*)", diff).groups()
+SCORE, STUDENT, LEVELS, REPLAY, QUARTER = map(split, DIFFS)
 TINY = """--height 5 --width 5 --n-walls 6 --max-steps 12 --num-envs 8 --num-steps 16 --lr 1e-2
     --hidden-size 16 --update-epochs 2 --eval-suite TrivialMaze --eval-episodes 2 --num-updates 6
     --log-interval 2 --devices 1""".split()
@@ -107,6 +109,56 @@ def test_a_new_level_generator(tmp_path, run):
     rows = run(path, "--rnn", "none")
     assert {float(row["walls"]) for row in rows} == {8.0}  # agent and goal take no wall away
     assert {float(row["solvable"]) for row in rows} == {1.0}
+
+
+SMALL = dict(height=5, width=5, n_walls=6, max_steps=12, num_envs=8, num_steps=16, rnn="none",
+    update_epochs=1, buffer_size=16, min_fill=0.5, eval_interval=0, hidden_size=8)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_learned_distribution_over_the_buffer(tmp_path, run):
+    """Replay and updates of the logits, cycle by cycle, beside NumPy."""
+    path = hack(REPLAY, tmp_path)
+    module = load(path)
+    train = module.make_train(module.Config(**SMALL))
+    state, update = train.init(jax.random.key(0)), jax.jit(train.update, static_argnums=1)
+    for _ in range(8):
+        old, state = state.buffer, update(state, 1)[0]
+        new, same = state.buffer, (old.code == state.buffer.code).all(-1) & old.scored
+        taken = np.asarray(new.score)[np.asarray(new.scored)]
+        above = (np.asarray(new.score) - taken.mean()) / taken.std()
+        logit = 0.95 * np.where(same, old.logit, 0) + 0.1 * above
+        np.testing.assert_allclose(new.logit[new.scored], logit[new.scored], 1e-4, 1e-5)
+    weight = np.where(new.scored, np.exp(new.logit), 0)
+    p = module.replay_probabilities(new, state.step, 0.3, 0.0)
+    np.testing.assert_allclose(p, weight / weight.sum(), 1e-5)
+    assert same.any() and p.std() > 0.01
+    rows = run(path, *"--buffer-size 8 --min-fill 0.5 --rnn none".split())
+    assert int(rows[-1]["grad_updates"]) > 0
+
+
+@pytest.mark.slow
+def test_learning_from_the_best_quarter(tmp_path, run):
+    """The advantages that are learned from, by a metric of theirs, beside NumPy."""
+    path, seen = hack(QUARTER, tmp_path), []
+    module = load(path)
+    plain = module.gae
+
+    def gae(batch, *args):
+        advantage = plain(batch, *args)
+        jax.debug.callback(lambda *x: seen.append(x), advantage, batch.value, ordered=True)
+        return advantage
+
+    module.gae = gae
+    train = module.make_train(module.Config(**SMALL | {"robust": False}))
+    metrics = jax.jit(train.update, static_argnums=1)(train.init(jax.random.key(0)), 3)[1]
+    for (advantage, value), explained in zip(seen[1::2], metrics["explained_variance"]):
+        best = np.argsort(-np.abs(advantage).sum(0))[:2]  # of eight
+        a, v = np.asarray(advantage)[:, best], np.asarray(value)[:, best]
+        np.testing.assert_allclose(explained, 1 - a.var() / (a + v).var(), 1e-3, 1e-4)
+    assert len(seen) == 6
+    rows = run(path, *"--buffer-size 8 --min-fill 0.5 --rnn none".split())
+    assert int(rows[-1]["grad_updates"]) > 0
 
 
 @pytest.mark.slow
