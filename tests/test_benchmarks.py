@@ -68,6 +68,19 @@ def test_the_film_shows_the_steps_of_its_table():
         np.testing.assert_array_equal(amaze.render(found[k]), shown[k])
 
 
+def test_paths_are_walks():
+    """From cell to neighbouring free cell, from the agent's place; solved ends beside the goal."""
+    walks = json.loads((FIGURES / "paths.json").read_text())
+    for walk in (walk for episodes in walks.values() for walk in episodes):
+        level, cells = amaze.level_from_text(walk["level"]), np.array(walk["cells"])
+        moves = np.abs(np.diff(cells, axis=0)).sum(1)
+        assert moves.max() == 1 and (cells[0] == level.agent_pos).all()
+        assert not np.asarray(level.wall_map)[cells[:, 1], cells[:, 0]].any()
+        beside = np.abs(cells[-1] - level.goal_pos).sum() == 1
+        assert beside if walk["solved"] else len(cells) == 250
+    assert {walk["solved"] for episodes in walks.values() for walk in episodes} == {True, False}
+
+
 @pytest.mark.slow
 def test_pictures_are_drawn_from_their_data(tmp_path):
     (tmp_path / "speed.json").write_text((FIGURES / "speed.json").read_text())
@@ -75,6 +88,7 @@ def test_pictures_are_drawn_from_their_data(tmp_path):
         "speed": f"speed.py --only --out {tmp_path}",
         "equal_time": f"curves.py --mazes {FIGURES}/equal_time.csv --out {tmp_path}/equal_time.png",
         "curriculum": f"curriculum.py {FIGURES}/curriculum.json --out {tmp_path}/curriculum.png",
+        "paths": f"paths.py {FIGURES}/paths.json --out {tmp_path}/paths.png",
     }
     for name, words in commands.items():
         script, *words = words.split()
