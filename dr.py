@@ -70,6 +70,7 @@ class Config:
     num_steps: int = 256  # T, steps per trajectory and cycle
     update_epochs: int = 5  # passes over the batch; fast 3
     num_minibatches: int = 1  # they split trajectories, never time; fast 2
+    bptt_horizon: int = 0  # steps that gradients flow back through; 0: all of a trajectory
     gamma: float = 0.995  # discount; fast 0.999
     gae_lambda: float = 0.98  # lambda of generalised advantage estimation
     clip_eps: float = 0.2  # clip range of the probability ratio
@@ -121,6 +122,7 @@ class Transition(NamedTuple):
     value: jax.Array  # V(o_<=t)
     reward: jax.Array  # r_t
     done: jax.Array  # a_t ended the episode, bool
+    memory: tuple | None = None  # of the core before o_t, with bptt_horizon
 
 
 class Agent(NamedTuple):
@@ -330,6 +332,8 @@ def make_train(config, devices=1):
     trajectories = config.num_envs * config.num_evals  # B
     fine = trajectories % config.num_minibatches == 0
     demand(fine, config, "num_minibatches num_envs num_evals", f"a divisor of {trajectories}")
+    fine = config.num_steps % (config.bptt_horizon or 1) == 0
+    demand(fine, config, "bptt_horizon num_steps", "a divisor of num_steps")
     core = make_core(config.rnn, config.hidden_size, config.s5_layers, config.s5_norm)
     network = ActorCritic(core)
     mazes = maze_names(config.eval_suite)
@@ -391,9 +395,10 @@ def make_train(config, devices=1):
 
         def play_step(carry, noise):
             memory, obs, state, is_first = carry
+            before = memory if config.bptt_horizon else None
             memory, action, log_prob, value = act(params, memory, obs, is_first, noise)
             next_obs, state, reward, done = jax.vmap(partial(step, restart=True))(state, action)
-            transition = Transition(obs, is_first, action, log_prob, value, reward, done)
+            transition = Transition(obs, is_first, action, log_prob, value, reward, done, before)
             return (memory, next_obs, state, done), transition
 
         number = noise.shape[1]  # of trajectories on this device
@@ -405,6 +410,8 @@ def make_train(config, devices=1):
     def loss(params, batch, advantage, target):
         """PPO's clipped objective (1707.06347, eq. 7 and 9); the value's likewise: clip_vloss."""
         carry = core.initial_carry(advantage.shape[1])
+        if batch.memory is not None:
+            carry = jax.tree.map(lambda x: x[0], batch.memory)
         _, policy, value = network.apply(params, carry, batch.obs, batch.is_first)
         log_ratio = policy.log_prob(batch.action) - batch.log_prob
         ratio = jnp.exp(log_ratio)
@@ -428,6 +435,11 @@ def make_train(config, devices=1):
         """update_epochs passes of PPO over the batch [T, B] -> student, metrics."""
         advantage = gae(batch, last_value, config.gamma, config.gae_lambda)
         target = advantage + batch.value
+        if batch.memory is not None:  # chunks of time are trajectories, as they were remembered
+            T = config.bptt_horizon
+            chunks = lambda x: x.reshape(-1, T, *x.shape[1:]).swapaxes(0, 1)  # [T, chunks, B, ...]
+            chop = lambda x: chunks(x).reshape(T, -1, *x.shape[2:])
+            batch, advantage, target = jax.tree.map(chop, (batch, advantage, target))
 
         def minibatch(student, columns):
             mean, std = advantage[:, columns].mean(), advantage[:, columns].std()
@@ -547,7 +559,8 @@ CLEANRL = {"learning_rate": "lr", "total_timesteps": "num_updates", "clip_coef":
 gather = partial(multihost_utils.process_allgather, tiled=True)  # whole, in each process
 ALLOWED = {  # of a field or a teacher_field
     "at least 0": (lambda v: v >= 0, """lr ent_coef vf_coef n_walls num_edits eval_interval seed
-        archive_interval plot_interval devices seeds_at_once sweep_random candidate_steps"""),
+        archive_interval plot_interval devices seeds_at_once sweep_random candidate_steps
+        bptt_horizon"""),
     "at least 1": (lambda v: v >= 1, """num_updates num_envs num_evals num_steps update_epochs seeds
         num_minibatches hidden_size s5_layers max_steps eval_episodes log_interval num_students
         checkpoint_interval buffer_size filters score_interval candidates_at_once"""),

@@ -80,6 +80,7 @@ class Config:
     num_steps: int = 256  # T, steps per trajectory and cycle
     update_epochs: int = 5  # passes over the batch; fast 3
     num_minibatches: int = 1  # they split trajectories, never time; fast 2
+    bptt_horizon: int = 0  # steps that gradients flow back through; 0: all of a trajectory
     gamma: float = 0.999  # discount
     gae_lambda: float | None = None  # of generalised advantage estimation; 0.98, parallel 0.95
     clip_eps: float = 0.2  # clip range of the probability ratio
@@ -145,6 +146,7 @@ class Transition(NamedTuple):
     value: jax.Array  # V(o_<=t)
     reward: jax.Array  # r_t
     done: jax.Array  # a_t ended the episode, bool
+    memory: tuple | None = None  # of the core before o_t, with bptt_horizon
 
 
 class Agent(NamedTuple):
@@ -452,6 +454,8 @@ def make_train(config, devices=1):
     replay_block = 1 if config.parallel else 0  # the block that is replayed and learned from
     offered = config.num_envs * blocks  # levels of a cycle
     demand(config.buffer_size >= offered, config, "buffer_size num_envs", f"at least {offered}")
+    fine = config.num_steps % (config.bptt_horizon or 1) == 0
+    demand(fine, config, "bptt_horizon num_steps", "a divisor of num_steps")
     core = make_core(config.rnn, config.hidden_size, config.s5_layers, config.s5_norm)
     network = ActorCritic(core)
     mazes = maze_names(config.eval_suite)
@@ -520,9 +524,10 @@ def make_train(config, devices=1):
 
         def play_step(carry, noise):
             memory, obs, state, is_first = carry
+            before = memory if config.bptt_horizon else None
             memory, action, log_prob, value = act(params, memory, obs, is_first, noise)
             next_obs, state, reward, done = jax.vmap(partial(step, restart=True))(state, action)
-            transition = Transition(obs, is_first, action, log_prob, value, reward, done)
+            transition = Transition(obs, is_first, action, log_prob, value, reward, done, before)
             return (memory, next_obs, state, done), transition
 
         number = noise.shape[1]  # of trajectories on this device
@@ -534,6 +539,8 @@ def make_train(config, devices=1):
     def loss(params, batch, advantage, target):
         """PPO's clipped objective (1707.06347, eq. 7 and 9); the value's likewise: clip_vloss."""
         carry = core.initial_carry(advantage.shape[1])
+        if batch.memory is not None:
+            carry = jax.tree.map(lambda x: x[0], batch.memory)
         _, policy, value = network.apply(params, carry, batch.obs, batch.is_first)
         log_ratio = policy.log_prob(batch.action) - batch.log_prob
         ratio = jnp.exp(log_ratio)
@@ -557,6 +564,11 @@ def make_train(config, devices=1):
         """update_epochs passes of PPO over the batch [T, B] -> student, metrics."""
         advantage = gae(batch, last_value, config.gamma, config.gae_lambda)
         target = advantage + batch.value
+        if batch.memory is not None:  # chunks of time are trajectories, as they were remembered
+            T = config.bptt_horizon
+            chunks = lambda x: x.reshape(-1, T, *x.shape[1:]).swapaxes(0, 1)  # [T, chunks, B, ...]
+            chop = lambda x: chunks(x).reshape(T, -1, *x.shape[2:])
+            batch, advantage, target = jax.tree.map(chop, (batch, advantage, target))
 
         def minibatch(student, columns):
             mean, std = advantage[:, columns].mean(), advantage[:, columns].std()
@@ -747,7 +759,8 @@ CLEANRL = {"learning_rate": "lr", "total_timesteps": "num_updates", "clip_coef":
 gather = partial(multihost_utils.process_allgather, tiled=True)  # whole, in each process
 ALLOWED = {  # of a field or a teacher_field
     "at least 0": (lambda v: v >= 0, """lr ent_coef vf_coef n_walls num_edits eval_interval seed
-        archive_interval plot_interval devices seeds_at_once sweep_random candidate_steps"""),
+        archive_interval plot_interval devices seeds_at_once sweep_random candidate_steps
+        bptt_horizon"""),
     "at least 1": (lambda v: v >= 1, """num_updates num_envs num_evals num_steps update_epochs seeds
         num_minibatches hidden_size s5_layers max_steps eval_episodes log_interval num_students
         checkpoint_interval buffer_size filters score_interval candidates_at_once"""),

@@ -450,6 +450,57 @@ def test_minibatches(k):
 
 
 @pytest.mark.slow
+def test_gradients_go_back_bptt_horizon_steps():
+    """A step of learning beside PPO's formula on chunks of four steps, each from the memory that
+    was there when it was played."""
+    one_step = dict(update_epochs=1, num_minibatches=1, ent_coef=0.03, clip_vloss=False)
+    config = replace(SMALL, rnn="lstm", bptt_horizon=4, **one_step)
+    train = dr.make_train(config)
+    learn, student = inner(train.update, "cycle", "learn"), jax.jit(train.init)(SEED).student
+    network, random, (T, B) = inner(learn, "loss", "network"), np.random.default_rng(0), (16, 8)
+    (obs, is_first), (reward, value, last_value, done) = random_inputs(T, B), random_rewards(T, B)
+    action, log_prob = random.integers(0, 7, (T, B)), np.log(random.uniform(0.1, 0.2, (T, B)))
+    memory = tuple(random.normal(size=(2, T, B, 16)).astype(np.float32))
+    batch = dr.Transition(obs, is_first, action, log_prob, value, reward, done, memory)
+    advantage = dr.gae(batch, last_value, config.gamma, config.gae_lambda)
+    normed = (advantage - advantage.mean()) / (advantage.std() + 1e-5)
+
+    def plain(params):
+        total = 0.0
+        for t in range(0, T, 4):
+            now = lambda tree: jax.tree.map(lambda x: x[t : t + 4], tree)
+            carry = jax.tree.map(lambda x: x[t], memory)
+            _, policy, v = network.apply(params, carry, now(obs), now(is_first))
+            ratio = jnp.exp(policy.log_prob(now(action)) - now(log_prob))
+            gain = jnp.minimum(ratio * now(normed), jnp.clip(ratio, 0.8, 1.2) * now(normed))
+            error = (v - now(advantage + value)) ** 2
+            total += (-gain + 0.25 * error - 0.03 * policy.entropy()).mean() / 4
+        return total
+
+    total, grads = jax.jit(jax.value_and_grad(plain))(student.params)
+    metrics = jax.jit(learn)(SEED, student, 1e-3, *jax.tree.map(jnp.asarray, (batch, last_value)))[
+        1
+    ]
+    assert close(metrics["total_loss"], total)
+    assert close(metrics["grad_norm"], optax.global_norm(grads))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rnn", ["lstm", "gru"])
+def test_memories_of_a_rollout_are_those_that_it_was_played_with(rnn):
+    """Until the first step of the optimiser, chunks have the policy and the values of the batch."""
+    one_step = dict(rnn=rnn, update_epochs=1, num_minibatches=1)
+    config = replace(SMALL, **one_step)
+    update = lambda **fields: program(2, replace(config, **fields))(start(config))[1]
+    whole, chunks = update(), update(bptt_horizon=4)
+    same = "approx_kl value_loss train_return entropy".split()
+    assert close([whole[x][0] for x in same], [chunks[x][0] for x in same], 1e-5)
+    assert abs(whole["grad_norm"][0] / chunks["grad_norm"][0] - 1) > 1e-4
+    whole, longest = numbers((whole, update(bptt_horizon=16)))
+    assert close(whole, longest)
+
+
+@pytest.mark.slow
 def test_annealed_lr_and_adam_by_hand():
     """Four updates of one step each: clip by global norm, Adam, a lr that falls to a quarter; and
     what their metrics say."""
@@ -665,6 +716,7 @@ def test_solvable_only_draws_by_rejection_and_auto_replay_one_level(seed):
     (dict(n_walls=24), "n_walls = 24, height = 5, width = 5: allowed is at most 23 walls"),
     (dict(num_minibatches=3),
      "num_minibatches = 3, num_envs = 4, num_evals = 2: allowed is a divisor of 8"),
+    (dict(bptt_horizon=5), "bptt_horizon = 5, num_steps = 16: allowed is a divisor of num_steps"),
 ])  # fmt: skip
 def test_bad_combinations(changes, words):
     with pytest.raises(dr.BadConfig) as error:

@@ -174,6 +174,16 @@ def test_regret_is_that_of_a_student_of_known_solve_rate(copies):
 
 
 @pytest.mark.slow
+def test_students_learn_from_chunks_as_they_were_played():
+    """With bptt_horizon, and the teacher as ever: the first step sees the policies of the batch."""
+    one_step = dict(update_epochs=1, num_minibatches=1, bptt_horizon=6)
+    train = make_train(replace(SMALL, **one_step))
+    metrics = jax.jit(train.update, static_argnums=1)(jax.jit(train.init)(jax.random.key(0)), 2)[1]
+    kl = {name: np.abs(x).max() for name, x in metrics.items() if name.endswith("approx_kl")}
+    assert len(kl) == 3 and max(kl.values()) < 1e-6
+
+
+@pytest.mark.slow
 def test_regret_of_a_cycle_rewards_the_last_step():
     """The teacher's rewards are the regret by hand of what the students played, then the end."""
     _, _, records, _, metrics = recorded()
