@@ -69,7 +69,7 @@ class Config:
     num_evals: int = 1  # E, trajectories on each level
     num_steps: int = 256  # T, steps per trajectory and cycle
     update_epochs: int = 5  # passes over the batch; fast 3
-    num_minibatches: int = 1  # they split trajectories, never time; fast 2
+    num_minibatches: int = 1  # they split trajectories, or their chunks of bptt_horizon; fast 2
     bptt_horizon: int = 0  # steps that gradients flow back through; 0: all of a trajectory
     gamma: float = 0.995  # discount; fast 0.999
     gae_lambda: float = 0.98  # lambda of generalised advantage estimation

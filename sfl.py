@@ -78,7 +78,7 @@ class Config:
     num_evals: int = 1  # E, trajectories on each level
     num_steps: int = 256  # T, steps per trajectory and cycle
     update_epochs: int = 4  # passes over the batch; fast 3
-    num_minibatches: int = 4  # they split trajectories, never time
+    num_minibatches: int = 4  # they split trajectories, or their chunks of bptt_horizon
     bptt_horizon: int = 0  # steps that gradients flow back through; 0: all of a trajectory
     gamma: float = 0.99  # discount; fast 0.999
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation; fast 0.98
