@@ -564,10 +564,10 @@ def make_train(config, devices=1):
         """update_epochs passes of PPO over the batch [T, B] -> student, metrics."""
         advantage = gae(batch, last_value, config.gamma, config.gae_lambda)
         target = advantage + batch.value
-        if batch.memory is not None:  # chunks of time are trajectories, as they were remembered
-            T = config.bptt_horizon
-            chunks = lambda x: x.reshape(-1, T, *x.shape[1:]).swapaxes(0, 1)  # [T, chunks, B, ...]
-            chop = lambda x: chunks(x).reshape(T, -1, *x.shape[2:])
+        if batch.memory is not None:  # chunks of time are trajectories: [horizon, chunks * B, ...]
+            horizon = config.bptt_horizon
+            chunks = lambda x: x.reshape(-1, horizon, *x.shape[1:]).swapaxes(0, 1)
+            chop = lambda x: chunks(x).reshape(horizon, -1, *x.shape[2:])
             batch, advantage, target = jax.tree.map(chop, (batch, advantage, target))
 
         def minibatch(student, columns):
