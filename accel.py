@@ -61,8 +61,10 @@ from s5 import S5
 SERIAL = {"num_updates": 37_500, "lr": 3e-4, "ent_coef": 0.0}
 PLAIN = SERIAL | {"num_updates": 30_000}  # not robust: every cycle learns
 PARALLEL = {"num_updates": 30_000, "lr": 1e-4, "ent_coef": 1e-3}
-FAST = SERIAL | {"num_updates": 6_000, "lr": 2e-3, "anneal_lr": True, "num_minibatches": 2,
-        "update_epochs": 3, "hidden_size": 64, "ent_coef": 1e-2, "temperature": 1.0}  # fmt: skip
+FAST = SERIAL | {"num_updates": 4_800, "lr": 2e-3, "anneal_lr": True, "num_minibatches": 2,
+        "update_epochs": 2, "bptt_horizon": 64, "hidden_size": 64, "ent_coef": 1e-2, "vf_coef": 2.0,
+        "clip_vloss": False, "max_grad_norm": 1.5, "solvable_only": True,
+        "temperature": 1.0}  # fmt: skip
 Score = Literal["max_mc", "positive_value_loss", "l1_value_loss", "learnability", "oracle_regret"]
 
 
@@ -74,20 +76,20 @@ class Config:
     # PPO
     lr: float | None = None  # Adam's learning rate; 3e-4, parallel 1e-4; fast 2e-3
     anneal_lr: bool = False  # lower lr linearly, to 0 after num_updates; fast True
-    num_updates: int | None = None  # cycles; 37,500, parallel or not robust 30,000; fast 6,000
+    num_updates: int | None = None  # cycles; 37,500, parallel or not robust 30,000; fast 4,800
     num_envs: int = 32  # N, levels per cycle
     num_evals: int = 1  # E, trajectories on each level; more: a surer score
     num_steps: int = 256  # T, steps per trajectory and cycle
-    update_epochs: int = 5  # passes over the batch; fast 3
+    update_epochs: int = 5  # passes over the batch; fast 2
     num_minibatches: int = 1  # they split trajectories, or their chunks of bptt_horizon; fast 2
-    bptt_horizon: int = 0  # steps that gradients flow back through; 0: all of a trajectory
+    bptt_horizon: int = 0  # steps that gradients flow back through; 0: all of a rollout; fast 64
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.98  # lambda of generalised advantage estimation
     clip_eps: float = 0.2  # clip range of the probability ratio
     ent_coef: float | None = None  # weight of the entropy bonus; 0, parallel 1e-3; fast 1e-2
-    vf_coef: float = 0.5  # weight of the value loss
-    clip_vloss: bool = True  # clip the value as the ratio is
-    max_grad_norm: float = 0.5  # the gradient's global norm is clipped to this
+    vf_coef: float = 0.5  # weight of the value loss; fast 2.0
+    clip_vloss: bool = True  # clip the value as the ratio is; fast False
+    max_grad_norm: float = 0.5  # the gradient's global norm is clipped to this; fast 1.5
     # student
     rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # recurrent core; none: feed-forward
     hidden_size: int = 256  # H, units of the core; fast 64
@@ -95,7 +97,7 @@ class Config:
     s5_norm: Literal["after", "before", "none"] = "after"  # place of LayerNorm in an S5 layer
     # levels
     n_walls: int = 0  # wall cells drawn per level, with replacement
-    solvable_only: bool = False  # draw and edit until the goal can be reached
+    solvable_only: bool = False  # draw and edit until the goal can be reached; fast True
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
     max_steps: int = 250  # time limit; above num_steps no failure ends: train_solve_rate is 1
@@ -115,7 +117,7 @@ class Config:
     eval_suite: str = next(iter(amaze.SUITES))  # a suite, or maze names with commas between
     eval_episodes: int = 10  # episodes per maze
     # run
-    fast: bool = False  # defaults for half an hour on one core, serial; in code Config(**FAST)
+    fast: bool = False  # defaults for ten minutes on one core, serial; in code Config(**FAST)
     seed: int = 0  # the first seed
     seeds: int = 1  # trainings, with seeds from the first on
     seeds_at_once: int = 0  # trainings that share a device's memory at once; 0: all; on a CPU one

@@ -79,7 +79,7 @@ class Config:
     num_steps: int = 256  # T, steps per trajectory and cycle
     update_epochs: int = 4  # passes over the batch; fast 3
     num_minibatches: int = 4  # they split trajectories, or their chunks of bptt_horizon
-    bptt_horizon: int = 0  # steps that gradients flow back through; 0: all of a trajectory
+    bptt_horizon: int = 0  # steps that gradients flow back through; 0: all of a rollout
     gamma: float = 0.99  # discount; fast 0.999
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation; fast 0.98
     clip_eps: float = 0.04  # clip range of the probability ratio; fast 0.2
