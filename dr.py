@@ -55,7 +55,7 @@ from s5 import S5
 
 FAST = {"num_updates": 4_700, "lr": 2e-3, "anneal_lr": True, "num_minibatches": 2,
         "update_epochs": 2, "bptt_horizon": 64, "hidden_size": 64, "gamma": 0.999, "vf_coef": 2.0,
-        "clip_vloss": False, "max_grad_norm": 1.5}  # fmt: skip
+        "clip_vloss": False, "max_grad_norm": 1.5, "polyak_averaging": True}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class Config:
     vf_coef: float = 0.5  # weight of the value loss; fast 2.0
     clip_vloss: bool = True  # clip the value as the ratio is; fast False
     max_grad_norm: float = 0.5  # the gradient's global norm is clipped to this; fast 1.5
+    polyak_averaging: bool = False  # the mean of late parameters is evaluated; fast True
     # student
     rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # recurrent core; none: feed-forward
     hidden_size: int = 256  # H, units of the core; fast 64
@@ -129,6 +130,7 @@ class Transition(NamedTuple):
 class Agent(NamedTuple):
     params: dict
     opt_state: tuple
+    mean: dict | None = None  # of params, with polyak_averaging: what is evaluated
 
 
 class RunnerState(struct.PyTreeNode):
@@ -347,6 +349,7 @@ def make_train(config, devices=1):
         obs = jax.tree.map(lambda x: x[None, None], reset(sample_levels(rng))[0])
         params = network.init(rng_student, core.initial_carry(1), obs, jnp.zeros((1, 1), bool))
         student = Agent(params, optimiser(0.0).init(params))  # whatever the learning rate
+        student = student._replace(mean=params if config.polyak_averaging else None)
         return RunnerState(rng, jnp.zeros((), int), student)
 
     # On several devices each plays its part of the trajectories, and learns from its part of a
@@ -448,7 +451,7 @@ def make_train(config, devices=1):
             data = jax.tree.map(lambda x: x[:, my_part(columns)], data)
             grads, metrics = average(jax.grad(loss, has_aux=True)(student.params, *data))
             updates, opt_state = optimiser(lr).update(grads, student.opt_state, student.params)
-            student = Agent(optax.apply_updates(student.params, updates), opt_state)
+            student = Agent(optax.apply_updates(student.params, updates), opt_state, student.mean)
             norms = {"grad_norm": grads, "param_norm": student.params}
             return student, metrics | {k: optax.global_norm(x) for k, x in norms.items()}
 
@@ -456,6 +459,10 @@ def make_train(config, devices=1):
         order = jax.vmap(lambda rng: jax.random.permutation(rng, advantage.shape[1]))(rngs)
         order = order.reshape(config.update_epochs * config.num_minibatches, -1)
         student, metrics = jax.lax.scan(minibatch, student, order)
+        if student.mean is not None:  # of about the last quarter of updates: 1212.1824, section 4
+            updates = optax.tree_utils.tree_get(student.opt_state, "count") / len(order)
+            mean = optax.incremental_update(student.params, student.mean, 4 / (updates + 3))
+            student = student._replace(mean=mean)
         metrics["explained_variance"] = 1 - advantage.var() / jnp.maximum(target.var(), 1e-8)
         # in metrics NaN means that nothing was measured; what is not finite is inf
         finite = lambda x: jnp.where(jnp.isfinite(x), x, jnp.inf)
@@ -483,7 +490,8 @@ def make_train(config, devices=1):
         """The student, and its solve rate and return on each test maze, and their means."""
         rng_mazes, rng_play = jax.random.split(rng)
         levels = amaze.sample_mazes(rng_mazes, mazes, config.eval_episodes)
-        total = play(rng_play, student.params, *levels)[0].reshape(len(mazes), -1)
+        params = student.params if student.mean is None else student.mean
+        total = play(rng_play, params, *levels)[0].reshape(len(mazes), -1)
         scores = {"eval_solve_rate": amaze.solved(total).mean(1), "eval_return": total.mean(1)}
         each = {f"{k}/{m}": x[i] for k, x in scores.items() for i, m in enumerate(mazes)}
         return student, each | {name: score.mean() for name, score in scores.items()}

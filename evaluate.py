@@ -437,7 +437,9 @@ def load(path, script="", agent="protagonist", trainings=0):
     except (ValueError, TypeError) as error:
         raise Refused(f"config.json: {str(error).splitlines()[0]}") from None
     role = "students" if hasattr(state, "students") else "student"
-    params = fit(getattr(state, role).params, dict(found.get(role) or {}).get("params"), len(rows))
+    learner = dict(found.get(role) or {})
+    params = learner.get("mean") or learner.get("params")  # as in training: with polyak_averaging
+    params = fit(getattr(state, role).params, params, len(rows))
     names = ["student"]
     if role == "students":  # [rows, S, ...]
         names = [str(i) for i in range(jax.tree.leaves(params)[0].shape[1])]

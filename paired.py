@@ -60,7 +60,8 @@ from s5 import S5
 
 FAST = {"num_updates": 1_850, "lr": 2e-3, "anneal_lr": True, "num_minibatches": 2,
         "update_epochs": 2, "bptt_horizon": 64, "hidden_size": 64, "teacher_lr": 1e-3,
-        "teacher_ent_coef": 1e-3, "teacher_hidden_size": 32, "teacher_filters": 8}  # fmt: skip
+        "teacher_ent_coef": 1e-3, "teacher_hidden_size": 32, "teacher_filters": 8,
+        "polyak_averaging": True}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Config:
     vf_coef: float = 0.5  # weight of the value loss
     clip_vloss: bool = True  # clip the value as the ratio is
     max_grad_norm: float = 0.5  # the gradient's global norm is clipped to this
+    polyak_averaging: bool = False  # the mean of late parameters is evaluated; fast True
     # student
     rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # recurrent core; none: feed-forward
     hidden_size: int = 256  # H, units of the core; fast 64
@@ -142,6 +144,7 @@ class Transition(NamedTuple):
 class Agent(NamedTuple):
     params: dict
     opt_state: tuple
+    mean: dict | None = None  # of params, with polyak_averaging: what is evaluated
 
 
 class RunnerState(struct.PyTreeNode):
@@ -411,6 +414,7 @@ def make_train(config, devices=1):
         obs = reset(amaze.sample_level(rng, **grid))[0]
         rngs = jax.random.split(rng_student, config.num_students)
         students = jax.vmap(lambda rng: new_agent(rng, network, obs))(rngs)
+        students = students._replace(mean=students.params if config.polyak_averaging else None)
         teacher = new_agent(rng_teacher, teacher_network, amaze.teacher_reset(rng, **grid)[0])
         return RunnerState(rng, jnp.zeros((), int), students, teacher)
 
@@ -530,7 +534,7 @@ def make_train(config, devices=1):
             gradient = jax.grad(loss, has_aux=True)
             grads, metrics = average(gradient(agent.params, model, ent_coef, *data))
             updates, opt_state = optimiser(lr).update(grads, agent.opt_state, agent.params)
-            agent = Agent(optax.apply_updates(agent.params, updates), opt_state)
+            agent = Agent(optax.apply_updates(agent.params, updates), opt_state, agent.mean)
             norms = {"grad_norm": grads, "param_norm": agent.params}
             return agent, metrics | {k: optax.global_norm(x) for k, x in norms.items()}
 
@@ -538,6 +542,10 @@ def make_train(config, devices=1):
         order = jax.vmap(lambda rng: jax.random.permutation(rng, advantage.shape[1]))(rngs)
         order = order.reshape(config.update_epochs * config.num_minibatches, -1)
         agent, metrics = jax.lax.scan(minibatch, agent, order)
+        if agent.mean is not None:  # of about the last quarter of updates: 1212.1824, section 4
+            updates = optax.tree_utils.tree_get(agent.opt_state, "count") / len(order)
+            mean = optax.incremental_update(agent.params, agent.mean, 4 / (updates + 3))
+            agent = agent._replace(mean=mean)
         metrics["explained_variance"] = 1 - advantage.var() / jnp.maximum(target.var(), 1e-8)
         # in metrics NaN means that nothing was measured; what is not finite is inf
         finite = lambda x: jnp.where(jnp.isfinite(x), x, jnp.inf)
@@ -570,7 +578,8 @@ def make_train(config, devices=1):
         """The students, and each one's solve rate and return on each test maze, and their means."""
         rng_mazes, rng_play = jax.random.split(rng)
         levels = amaze.sample_mazes(rng_mazes, mazes, config.eval_episodes)
-        total, _ = over_students(lambda params: play(rng_play, params, *levels), students.params)
+        params = students.params if students.mean is None else students.mean
+        total, _ = over_students(lambda params: play(rng_play, params, *levels), params)
         total = total.reshape(len(total), len(mazes), config.eval_episodes)
         scores = {"eval_solve_rate": amaze.solved(total).mean(2), "eval_return": total.mean(2)}
         each = {f"{k}/{m}": x[:, i] for k, x in scores.items() for i, m in enumerate(mazes)}

@@ -63,7 +63,7 @@ FAST = {"num_updates": 2_000, "lr": 3e-3, "num_envs": 32, "update_epochs": 3, "h
         "gamma": 0.999, "gae_lambda": 0.98, "clip_eps": 0.2, "ent_coef": 1e-2, "vf_coef": 2.0,
         "clip_vloss": False, "max_grad_norm": 1.5, "n_walls": 90, "solvable_only": True,
         "num_candidates": 2_500, "candidate_evals": 5, "candidate_steps": 4_000,
-        "candidates_at_once": 250, "buffer_size": 100}  # fmt: skip
+        "candidates_at_once": 250, "buffer_size": 100, "polyak_averaging": True}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class Config:
     vf_coef: float = 0.5  # weight of the value loss; fast 2
     clip_vloss: bool = True  # clip the value as the ratio is; fast False
     max_grad_norm: float = 0.5  # the gradient's global norm is clipped to this; fast 1.5
+    polyak_averaging: bool = False  # the mean of late parameters is evaluated; fast True
     # student
     rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # recurrent core; none: feed-forward
     hidden_size: int = 256  # H, units of the core; fast 64
@@ -143,6 +144,7 @@ class Transition(NamedTuple):
 class Agent(NamedTuple):
     params: dict
     opt_state: tuple
+    mean: dict | None = None  # of params, with polyak_averaging: what is evaluated
 
 
 class Buffer(NamedTuple):
@@ -385,6 +387,7 @@ def make_train(config, devices=1):
         obs = jax.tree.map(lambda x: x[None, None], reset(sample_levels(rng))[0])
         params = network.init(rng_student, core.initial_carry(1), obs, jnp.zeros((1, 1), bool))
         student = Agent(params, optimiser(0.0).init(params))  # whatever the learning rate
+        student = student._replace(mean=params if config.polyak_averaging else None)
         empty = lambda x: jnp.zeros((config.buffer_size, *x.shape), x.dtype)
         slot, zero = Buffer(sample_levels(rng), jnp.zeros(())), jnp.zeros((), int)
         return RunnerState(rng, zero, zero, zero, student, jax.tree.map(empty, slot))
@@ -488,7 +491,7 @@ def make_train(config, devices=1):
             data = jax.tree.map(lambda x: x[:, my_part(columns)], data)
             grads, metrics = average(jax.grad(loss, has_aux=True)(student.params, *data))
             updates, opt_state = optimiser(lr).update(grads, student.opt_state, student.params)
-            student = Agent(optax.apply_updates(student.params, updates), opt_state)
+            student = Agent(optax.apply_updates(student.params, updates), opt_state, student.mean)
             norms = {"grad_norm": grads, "param_norm": student.params}
             return student, metrics | {k: optax.global_norm(x) for k, x in norms.items()}
 
@@ -496,6 +499,10 @@ def make_train(config, devices=1):
         order = jax.vmap(lambda rng: jax.random.permutation(rng, advantage.shape[1]))(rngs)
         order = order.reshape(config.update_epochs * config.num_minibatches, -1)
         student, metrics = jax.lax.scan(minibatch, student, order)
+        if student.mean is not None:  # of about the last quarter of updates: 1212.1824, section 4
+            updates = optax.tree_utils.tree_get(student.opt_state, "count") / len(order)
+            mean = optax.incremental_update(student.params, student.mean, 4 / (updates + 3))
+            student = student._replace(mean=mean)
         metrics["explained_variance"] = 1 - advantage.var() / jnp.maximum(target.var(), 1e-8)
         # in metrics NaN means that nothing was measured; what is not finite is inf
         finite = lambda x: jnp.where(jnp.isfinite(x), x, jnp.inf)
@@ -523,7 +530,8 @@ def make_train(config, devices=1):
         """The student, and its solve rate and return on each test maze, and their means."""
         rng_mazes, rng_play = jax.random.split(rng)
         levels = amaze.sample_mazes(rng_mazes, mazes, config.eval_episodes)
-        total = play(rng_play, student.params, *levels)[0].reshape(len(mazes), -1)
+        params = student.params if student.mean is None else student.mean
+        total = play(rng_play, params, *levels)[0].reshape(len(mazes), -1)
         scores = {"eval_solve_rate": amaze.solved(total).mean(1), "eval_return": total.mean(1)}
         each = {f"{k}/{m}": x[i] for k, x in scores.items() for i, m in enumerate(mazes)}
         return student, each | {name: score.mean() for name, score in scores.items()}

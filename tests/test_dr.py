@@ -542,6 +542,22 @@ def test_annealed_lr_and_adam_by_hand():
     assert clipped
 
 
+@pytest.mark.slow
+def test_polyak_averaging_by_hand():
+    """Update t weighs as t (t + 1) (t + 2): what 1212.1824's recursion with eta = 3 comes to. All
+    else is as without."""
+    flat = lambda tree: np.asarray(ravel_pytree(tree)[0], np.float64)
+    config, plain, past = replace(SMALL, polyak_averaging=True), start(), []
+    state = start(config)
+    for t in range(1, 6):
+        state, plain = program(1, config)(state)[0], program(1)(plain)[0]
+        past.append(flat(state.student.params))
+        weights = [t * (t + 1) * (t + 2) for t in range(1, t + 1)]
+        assert np.allclose(flat(state.student.mean), np.average(past, 0, weights), atol=1e-6)
+    assert np.abs(past[-1] - flat(state.student.mean)).max() > 1e-2
+    assert close(state.student.params, plain.student.params) and plain.student.mean is None
+
+
 # --- rollouts and evaluation
 
 
@@ -600,7 +616,8 @@ def test_actions_are_sampled_from_the_policy():
 
 @pytest.mark.slow
 def test_evaluation_equals_a_plain_loop():
-    """A scripted policy: forward, and left where a wall is ahead. It meets some of the goals."""
+    """A scripted policy: forward, and left where a wall is ahead. It meets some of the goals. It is
+    the student's, or their mean's if there is one."""
     mazes, count = ["TrivialMaze", "FourRooms"], 16
     suite = ",".join([*mazes, mazes[0]])  # named twice, it counts once
     config = replace(SMALL, eval_suite=suite, eval_episodes=count, eval_interval=1)
@@ -611,8 +628,11 @@ def test_evaluation_equals_a_plain_loop():
         return jnp.where(wall, 0, 2)
 
     play = inner(evaluate, "play")
-    swap(play, "act", lambda params, memory, obs, *_: (memory, choose(obs), None, None))
-    found = jax.jit(evaluate)(SEED, start().student)[1]
+    still = amaze.NUM_ACTIONS - 1
+    act = lambda good, obs: jnp.where(good, choose(obs), still)
+    swap(play, "act", lambda good, memory, obs, *_: (memory, act(good, obs), None, None))
+    students = dr.Agent(True, ()), dr.Agent(False, (), mean=True)
+    found, of_mean = jax.jit(lambda rng: [evaluate(rng, x)[1] for x in students])(SEED)
     levels = amaze.sample_mazes(jax.random.split(SEED)[0], mazes, count)
     first = jax.jit(jax.vmap(amaze.reset))(*levels)
     step = jax.jit(lambda obs, state: amaze.step(state, choose(obs)))
@@ -627,7 +647,7 @@ def test_evaluation_equals_a_plain_loop():
     for i, maze in enumerate(mazes):
         expected[f"eval_solve_rate/{maze}"] = (total[i] > 0).mean()
         expected[f"eval_return/{maze}"] = total[i].mean()
-    assert close(found, expected)
+    assert close(found, expected) and close(of_mean, expected)
 
 
 def path_length(walls, agent, goal):

@@ -505,6 +505,17 @@ def test_agents_are_those_of_the_checkpoint(run):
     assert np.array_equal(found.params["params"]["conv"]["kernel"], kernel)
 
 
+@pytest.mark.slow
+def test_an_agent_plays_its_mean(run):
+    data = serialization.msgpack_restore((run / "checkpoint.msgpack").read_bytes())
+    student = data["state"]["student"]
+    student["mean"] = jax.tree.map(lambda x: 2 * x, student["params"])
+    (run / "checkpoint_7.msgpack").write_bytes(serialization.msgpack_serialize(data))
+    kernel = student["params"]["params"]["conv"]["kernel"]
+    found = load(run / "checkpoint_7.msgpack").params
+    assert np.array_equal(found["params"]["conv"]["kernel"], 2 * kernel)
+
+
 def test_students_of_paired(tmp_path):
     config = dict(rnn="none", teacher_rnn="none", teacher_filters=1, height=5, width=5, n_walls=2)
     init, rng = paired.make_train(paired.Config(**config)).init, np.random.default_rng(0)

@@ -23,6 +23,7 @@ SMALL = Config(
     num_envs=8, num_evals=2, num_steps=24, max_steps=8, num_updates=3, update_epochs=2,
     height=3, width=4, n_walls=3, hidden_size=16, teacher_hidden_size=16, teacher_filters=4,
     teacher_gamma=0.9, teacher_gae_lambda=0.7, lr=1e-2, teacher_lr=1e-2, eval_interval=0,
+    polyak_averaging=True,
 )  # fmt: skip
 DESIGN_STEPS = SMALL.n_walls + 2
 
@@ -247,6 +248,16 @@ def test_students_play_the_same_designs_from_zero_state():
     unsolvable = np.mean(~jax.vmap(paired.amaze.solve)(levels).solvable)
     assert metrics["unsolvable_share"] == pytest.approx(unsolvable)
     assert len({level.tobytes() for level in levels.wall_map}) > 1
+
+
+@pytest.mark.slow
+def test_polyak_averaging_is_of_the_students():
+    """After two updates, with weights t (t + 1) (t + 2): one and four fifths."""
+    before, _, _, after, _ = recorded()
+    students = before.students.params, after.students.params, after.students.mean
+    for x, y, mean in zip(*map(jax.tree.leaves, students)):
+        np.testing.assert_allclose(mean, x / 5 + 4 * y / 5, atol=1e-6)
+    assert after.teacher.mean is None
 
 
 def test_students_differ():
