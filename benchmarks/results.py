@@ -10,7 +10,7 @@ When all are trained, or with --evaluate, --results gets a folder for each finis
 `dcd.csv` and `families.csv` (every seed on every maze), `tables.txt`, `logs.csv` (raw), `curve.csv`
 (solve rate of every seed on dcd's mazes against minutes and cost); and, of all methods with a
 folder there, `mazes.md`, `learning.png`, in `records.csv` a row for each method, and `play.html`,
-in which the first training of each finished method plays.
+in which the first training of each plays.
 
 A cost is in minutes of one core and in published PPO updates: of `dr.py` with its defaults, timed
 just before each method on as many cores. `--changed` says in records.csv what is new.
@@ -232,6 +232,20 @@ def record(name, options, said):
     write(path, [*rows, row])
 
 
+def keep_agents(page, before):
+    """play.html with the agents, too, of methods that only an earlier one has."""
+    held = lambda text: json.loads(text.split('id="data">')[1].split("</script>")[0])
+    if not before:
+        return page
+    method, data = lambda agent: agent["name"].split()[0], held(page)
+    new = {method(agent) for agent in data["agents"]}
+    data["agents"] += [agent for agent in held(before)["agents"] if method(agent) not in new]
+    data["agents"].sort(key=lambda agent: [*METHODS, *FAST].index(method(agent)))
+    head, tail = page.split('id="data">')
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return f'{head}id="data">\n{text}\n</script>{tail.split("</script>", 1)[1]}'
+
+
 def evaluate(options):
     """Write what --evaluate promises."""
     finished = [name for name in options.methods if done(options.out / name)[1]]
@@ -265,7 +279,10 @@ def evaluate(options):
     plot(folders, options.results / "learning.png")
     runs = [options.out / name for name in finished]
     words = [sys.executable, HERE.parent / "evaluate.py", *runs, "--play", "--trainings", "1"]
+    page = options.results / "play.html"
+    before = page.read_text() if page.exists() else ""
     subprocess.run([*map(str, words), "--out", str(options.results)], check=True)
+    page.write_text(keep_agents(page.read_text(), before))
 
 
 def main():

@@ -1,6 +1,7 @@
 """The documents' links, and the pictures of benchmarks/figures beside their data."""
 
 import csv
+import importlib.util
 import json
 import re
 import subprocess
@@ -97,3 +98,27 @@ def test_pictures_are_drawn_from_their_data(tmp_path):
     assert (tmp_path / "speed.md").read_text() == (FIGURES / "speed.md").read_text()
     by_hand = json.loads((tmp_path / "speed.json").read_text())["by-hand jaxued"]
     assert "by hand" in by_hand["machine"]
+
+
+def test_agents_of_earlier_records_stay_on_the_page():
+    """benchmarks/results/play.html: an agent is replaced by that of its own method alone."""
+    path = ROOT / "benchmarks" / "results.py"
+    spec = importlib.util.spec_from_file_location("results", path)
+    spec.loader.exec_module(results := importlib.util.module_from_spec(spec))
+    held = lambda text: json.loads(re.search(r'id="data">\n(.*)\n</script>', text)[1])
+    empty = (ROOT / "play.html").read_text()
+
+    def page(*agents):
+        agents = json.dumps([{"name": name, "seed": seed} for name, seed in agents])
+        return empty.replace('"agents": []', f'"agents": {agents}')
+
+    before = page(("plr @7", 0), ("paired @3", 0), ("plr_1650 @<", 0))
+    new = page(("plr @8", 1), ("accel @9", 1))
+    merged = results.keep_agents(new, before)
+    names = "accel @9", "plr @8", "paired @3", "plr_1650 @<"
+    assert [x["name"] for x in held(merged)["agents"]] == [*names]
+    assert "<" not in re.search(r'id="data">\n(.*)\n', merged)[1]
+    cut = lambda text: re.sub(r'id="data">\n.*\n', "", text)
+    assert cut(merged) == cut(empty) and results.keep_agents(new, "") == new
+    shown = held((ROOT / "benchmarks" / "results" / "play.html").read_text())["agents"]
+    assert {"accel", "plr", "dr", "paired"} <= {x["name"].split()[0] for x in shown}
