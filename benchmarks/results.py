@@ -176,16 +176,9 @@ def plot(folders, path):
         table = read(folder / "curve.csv")
         seeds = [key for key in table[0] if key.startswith("seed")]
         column = lambda key: np.array([float(row[key]) for row in table])
-        minutes, title = column("minutes"), TITLES.get(name, name)
-        if seeds:
-            rates = np.stack([column(key) for key in seeds], 1)
-            mean, title = rates.mean(1), f"{title}, {len(seeds)} seeds"
-            axes.plot(minutes, rates, color=f"C{i}", lw=0.6, alpha=0.5)
-        else:  # of older records only the range of the seeds is left
-            mean, title = column("solve_rate"), f"{title}, range of seeds"
-            axes.fill_between(
-                minutes, column("lowest"), column("highest"), color=f"C{i}", alpha=0.2
-            )
+        minutes, rates = column("minutes"), np.stack([column(key) for key in seeds], 1)
+        mean, title = rates.mean(1), f"{TITLES.get(name, name)}, {len(seeds)} seeds"
+        axes.plot(minutes, rates, color=f"C{i}", lw=0.6, alpha=0.5)
         for where in (axes, panels[-1]):
             where.plot(minutes, mean, color=f"C{i}", lw=2, label=TITLES.get(name, name))
         if name in MEANS:
@@ -279,10 +272,10 @@ def evaluate(options):
     plot(folders, options.results / "learning.png")
     runs = [options.out / name for name in finished]
     words = [sys.executable, HERE.parent / "evaluate.py", *runs, "--play", "--trainings", "1"]
-    page = options.results / "play.html"
-    before = page.read_text() if page.exists() else ""
-    subprocess.run([*map(str, words), "--out", str(options.results)], check=True)
-    page.write_text(keep_agents(page.read_text(), before))
+    subprocess.run([*map(str, words), "--out", str(options.out / "evaluated")], check=True)
+    page, into = (x / "play.html" for x in (options.out / "evaluated", options.results))
+    before = into.read_text() if into.exists() else ""
+    into.write_text(keep_agents(page.read_text(), before))
 
 
 def main():
