@@ -378,7 +378,7 @@ def optimal_return(solution, max_steps):
 
 def level_stats(level, max_steps=250):
     """Numbers of a level, NaN where there is none: what is logged, and captions of pictures. Regret
-    is measured by optimal_return, if there is one, and unsolvable_share by solvable."""
+    is measured by optimal_return, if there is one."""
     solution = solve(level)
     return {
         "walls": jnp.sum(level.wall_map),

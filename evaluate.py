@@ -109,11 +109,18 @@ class Run(NamedTuple):
     name: str
     folder: Path
     algorithm: str
-    update: int
+    update: int  # the checkpoint's cycle
     agents: list  # [A] dicts of seed, swept values, agent
     params: dict  # [A, ...]
     train: Callable  # the script's, of which act, initial_carry, reset and step are needed here
     env: ModuleType = amaze  # what the script imports as amaze
+
+
+class Checkpoint(NamedTuple):
+    config: dict  # of config.json, with the script's name
+    update: int  # its cycle
+    rows: list  # [R] dicts of seed, swept values
+    state: dict  # RunnerState as dicts of arrays [R, ...]
 
 
 # --- mazes
@@ -127,21 +134,29 @@ def tag(name, number):
 def draw(names, number, seed, env=amaze):
     """{name: levels} of test mazes: `number` of each, or one if all are the same."""
     rng = jax.random.fold_in(jax.random.key(seed), 0)
-    level = lambda name: lambda tag: env.TEST_MAZES[name][0](jax.random.fold_in(rng, tag))
-    sample = lambda tags: {name: jax.vmap(level(name))(x) for name, x in tags.items()}
     tags = {name: np.array([tag(name, i) for i in range(number)]) for name in names}
-    drawn = jax.device_get(jax.jit(sample)(tags))
-    fixed = lambda levels: all((x == x[:1]).all() for x in levels)
-    return {k: jax.tree.map(lambda x: x[:1], v) if fixed(v) else v for k, v in drawn.items()}
+
+    @jax.jit
+    def draw_all(tags):
+        rngs = jax.tree.map(jax.vmap(partial(jax.random.fold_in, rng)), tags)
+        return {name: jax.vmap(env.TEST_MAZES[name][0])(x) for name, x in rngs.items()}
+
+    drawn = jax.device_get(draw_all(tags))
+    for name, levels in drawn.items():
+        if all((x == x[:1]).all() for x in jax.tree.leaves(levels)):
+            drawn[name] = jax.tree.map(lambda x: x[:1], levels)
+    return drawn
 
 
 def read_mazes(path, max_steps, env=amaze):
     """The mazes of a text file, as level_from_text takes them, blank lines between."""
+    path = Path(path)
     mazes = []
     try:
-        for i, text in enumerate(re.split(r"\n\s*\n", Path(path).read_text().strip()), start=1):
+        texts = re.split(r"\n\s*\n", path.read_text(encoding="utf-8").strip())
+        for number, text in enumerate(texts, start=1):
             level = jax.tree.map(lambda x: x[None], env.level_from_text(text))
-            mazes.append(Maze(f"{Path(path).stem}-{i}", level, max_steps))
+            mazes.append(Maze(f"{path.stem}-{number}", level, max_steps))
     except ValueError as error:  # a UnicodeDecodeError is one too
         raise Refused(f"{path}, maze {len(mazes) + 1}: {error}") from None
     return mazes
@@ -152,34 +167,45 @@ def choose_mazes(args, env=amaze):
     suite = args.suite or next(iter(env.SUITES))
     if suite not in env.SUITES:
         raise Refused(f"suite = {suite}: allowed are {', '.join(env.SUITES)}")
-    if args.maze_file and not hasattr(env, "level_from_text"):
-        raise Refused(f"maze_file = {args.maze_file}: allowed is none in this environment")
-    own = read_mazes(args.maze_file, args.max_steps, env) if args.maze_file else []
-    names = args.mazes.split(",") if args.mazes else [] if own else env.SUITES[suite]
-    if unknown := set(names) - set(env.TEST_MAZES):
+    own, names = [], env.SUITES[suite]
+    if args.maze_file != "":
+        if not hasattr(env, "level_from_text"):
+            raise Refused(f"maze_file = {args.maze_file}: allowed is none in this environment")
+        own, names = read_mazes(args.maze_file, args.max_steps, env), []
+    if args.mazes != "":
+        names = args.mazes.split(",")
+    unknown = set(names) - set(env.TEST_MAZES)
+    if len(unknown) > 0:
         raise Refused(f"mazes = {', '.join(unknown)}: allowed are {', '.join(env.TEST_MAZES)}")
-    if sampled := suite == "sampled" and not (own or args.mazes):
+    sampled = suite == "sampled" and args.maze_file == "" and args.mazes == ""
+    if sampled and args.episodes % 2 == 1:
+        raise Refused(f"episodes = {args.episodes}: allowed with sampled is an even number")
+    if sampled:
         names = [f"{names[0]}-{i}" for i in range(args.levels)]
-        if args.episodes % 2:
-            raise Refused(f"episodes = {args.episodes}: allowed with sampled is an even number")
-    return [*dict.fromkeys([*(maze.name for maze in own), *names])], own, sampled
+    each_once = dict.fromkeys([maze.name for maze in own] + names)
+    return list(each_once), own, sampled
 
 
 def draw_mazes(names, args=Arguments(episodes=1), sampled=False, env=amaze):
-    """The mazes of these names."""
-    rules = lambda name: (*env.TEST_MAZES[name][1:], None)[:2]
-    if sampled:
-        [name] = env.SUITES["sampled"]
-        levels = draw([name], len(names), args.seed, env)[name]
-        level = lambda i: jax.tree.map(lambda x: x[i : i + 1], levels)
-        return [Maze(x, level(i), *rules(name)) for i, x in enumerate(names)]
-    drawn = draw(names, args.episodes, args.seed, env)
-    return [Maze(name, drawn[name], *rules(name)) for name in names]
+    """The mazes of these names; sampled: of the suite `sampled`, a level for each name."""
+
+    def maze(name, levels, source):
+        rules = (*env.TEST_MAZES[source][1:], None)[:2]  # an environment may have but one
+        return Maze(name, levels, *rules)
+
+    if not sampled:
+        drawn = draw(names, args.episodes, args.seed, env)
+        return [maze(name, drawn[name], name) for name in names]
+    [source] = env.SUITES["sampled"]
+    drawn = draw([source], len(names), args.seed, env)[source]
+    levels = [jax.tree.map(lambda x: x[i : i + 1], drawn) for i in range(len(names))]
+    return [maze(name, level, source) for name, level in zip(names, levels)]
 
 
 def stack(mazes, env=amaze):
     """All levels, padded to one size if they differ, and each one's maze: levels [L, ...], [L]."""
-    levels = getattr(env, "pad_levels", list)([maze.levels for maze in mazes])
+    pad = getattr(env, "pad_levels", list)
+    levels = pad([maze.levels for maze in mazes])
     numbers = [len(jax.tree.leaves(x)[0]) for x in levels]
     levels = jax.tree.map(lambda *x: np.concatenate(x), *levels)
     return levels, np.repeat(np.arange(len(mazes)), numbers)
@@ -189,27 +215,50 @@ def optimal_returns(mazes, env=amaze):
     """[M] the best return there is, averaged over a maze's levels; NaN if it is not known."""
     levels, owner = stack(mazes, env)
     limits = np.array([maze.max_steps for maze in mazes])[owner]
-    best = lambda level, t: env.level_stats(level, t).get("optimal_return", np.nan)
-    return np.bincount(owner, jax.jit(jax.vmap(best))(levels, limits)) / np.bincount(owner)
+    stats = jax.jit(jax.vmap(env.level_stats))(levels, limits)
+    best = stats.get("optimal_return", np.full(len(owner), np.nan))  # [L]
+    return np.bincount(owner, best) / np.bincount(owner)
 
 
-def lay_out(reset, mazes, episodes, env=amaze):
-    """E episodes on each maze, in the order of play [G]: index into [M, E], what names the random
-    numbers, index into the levels; and first observation and state of each level [L, ...]."""
+def open_levels(reset, mazes, env=amaze):
+    """First observation and state of each level [L, ...], and each one's maze [L]."""
     levels, owner = stack(mazes, env)
+    limits = np.array([maze.max_steps for maze in mazes])[owner]
+    see = [maze.see_through_walls for maze in mazes]
+    if None in see:  # an environment without this rule
+        openings = jax.jit(jax.vmap(reset))(levels, limits)
+    elif all(see):  # not traced, which is faster
+        openings = jax.jit(jax.vmap(lambda level, limit: reset(level, limit, True)))(levels, limits)
+    else:
+        openings = jax.jit(jax.vmap(reset))(levels, limits, np.array(see)[owner])
+    return openings, owner
+
+
+def lay_out(mazes, episodes, owner):
+    """E episodes on each maze, in the order of play [G]: index into [M, E], what names the random
+    numbers, index into the levels; owner [L]: of each level its maze."""
     limits = np.array([maze.max_steps for maze in mazes])
-    see = np.array([maze.see_through_walls for maze in mazes])
-    rules = [limits[owner]] if see.all() or None in see else [limits[owner], see[owner]]
-    plain = [] if None in see else [True]  # which is faster
-    openings = jax.vmap(lambda level, limit, *see: reset(level, limit, *(see or plain)))
-    maze = np.repeat(np.argsort(-limits, kind="stable"), episodes)
-    episode = np.tile(np.arange(episodes), len(mazes))
+    maze = np.repeat(np.argsort(-limits, kind="stable"), episodes)  # [G]
+    episode = np.tile(np.arange(episodes), len(mazes))  # [G]
     tags = np.array([tag(mazes[m].name, e) for m, e in zip(maze, episode)])
     slot = np.searchsorted(owner, maze) + episode % np.bincount(owner)[maze]
-    return maze * episodes + episode, tags, slot, jax.jit(openings)(levels, *rules)
+    return maze * episodes + episode, tags, slot
 
 
 # --- play
+
+
+class Lanes(NamedTuple):
+    """The W episodes that an agent plays at once."""
+
+    memory: Any  # of the core
+    obs: Any  # o_t
+    state: Any
+    t: jax.Array  # [W] steps so far
+    returns: jax.Array  # [W] rewards so far
+    turn: jax.Array  # [W] the episode's number in the row
+    done: jax.Array  # [W] the last action ended it
+    taken: jax.Array  # [] episodes that all lanes have begun
 
 
 def gumbel(rng, tag, t, env=amaze):
@@ -219,23 +268,27 @@ def gumbel(rng, tag, t, env=amaze):
 
 
 def make_player(train, tags, opening, parts, env):
-    """go_on(params, rng, part, lanes) -> lanes [W], records [STEPS, W]: an agent plays every
+    """go_on(params, rng, part, lanes) -> lanes, {record: [STEPS, W]}: an agent plays every
     parts-th episode of the row, from number `part` on."""
 
     def step(params, rng, part, lanes):
-        memory, obs, state, t, total, turn, done, taken = lanes
+        begins = lanes.done
         # after the last episode the first again: played twice, an episode gives the same result
-        later = (part + parts * (taken + jnp.cumsum(done) - 1)) % len(tags)
-        turn, taken = jnp.where(done, later, turn), taken + done.sum()
-        t, total = jnp.where(done, 0, t), jnp.where(done, 0.0, total)
-        choose = lambda new, old: jnp.where(done.reshape(-1, *[1] * (old.ndim - 1)), new, old)
-        begin = lambda old: jax.tree.map(choose, opening(turn), old)
-        obs, state = jax.lax.cond(done.any(), begin, lambda old: old, (obs, state))
+        later = (part + parts * (lanes.taken + jnp.cumsum(begins) - 1)) % len(tags)
+        turn = jnp.where(begins, later, lanes.turn)
+        t, returns = jnp.where(begins, 0, lanes.t), jnp.where(begins, 0.0, lanes.returns)
+
+        def open_next(old):
+            return jax.tree.map(partial(jax.vmap(jnp.where), begins), opening(turn), old)
+
+        old = lanes.obs, lanes.state
+        obs, state = jax.lax.cond(begins.any(), open_next, lambda old: old, old)
         noise = jax.vmap(partial(gumbel, rng, env=env))(tags[turn], t)
-        memory, action = train.act(params, memory, obs, done, noise)[:2]
+        memory, action = train.act(params, lanes.memory, obs, begins, noise)[:2]
         obs, state, reward, done = jax.vmap(train.step)(state, action)
-        t, total = t + 1, total + reward
-        return (memory, obs, state, t, total, turn, done, taken), (turn, done, total, t)
+        t, returns, taken = t + 1, returns + reward, lanes.taken + begins.sum()
+        lanes = Lanes(memory, obs, state, t, returns, turn, done, taken)
+        return lanes, {"turn": turn, "done": done, "return": returns, "length": t}
 
     def go_on(params, rng, part, lanes):
         return jax.lax.scan(lambda lanes, _: step(params, rng, part, lanes), lanes, length=STEPS)
@@ -243,46 +296,60 @@ def make_player(train, tags, opening, parts, env):
     return go_on
 
 
+def make_program(player, devices):
+    """The program of all players [P], dealt over the devices, and how they are."""
+
+    def in_turn(*players):
+        return jax.lax.map(lambda arguments: player(*arguments), players)
+
+    # on a CPU a device's players take turns, which is faster there, else they are vmapped
+    of_all = in_turn if jax.default_backend() == "cpu" else jax.vmap(player)
+    dealt = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec("devices"))
+    specs = dict(in_specs=dealt.spec, out_specs=dealt.spec, check_vma=False)
+    program = jax.shard_map(of_all, mesh=dealt.mesh, **specs)
+    return jax.jit(program, donate_argnums=3), dealt
+
+
 def play(train, params, rngs, mazes, episodes, batch_size=0, title="", env=amaze):
     """Every agent plays every maze: returns, lengths [A, M, E]. params [A, ...], rngs [A]."""
-    devices, on_cpu = jax.devices(), jax.default_backend() == "cpu"
+    devices = jax.devices()
     parts = len(devices) // math.gcd(len(rngs), len(devices))  # so that players deal evenly
     agent, part = np.divmod(np.arange(len(rngs) * parts), parts)  # [P]
-    row, tags, slot, openings = lay_out(train.reset, mazes, episodes, env)
-    opening = lambda turn: jax.tree.map(lambda x: x[jnp.asarray(slot)[turn]], openings)
+    openings, owner = open_levels(train.reset, mazes, env)
+    row, tags, slot = lay_out(mazes, episodes, owner)
+
+    def opening(turn):
+        return jax.tree.map(lambda x: x[jnp.asarray(slot)[turn]], openings)
+
     player = make_player(train, jnp.asarray(tags), opening, parts, env)
-    # on a device players take turns if it is a CPU, which is faster there, else they are vmapped
-    in_turn = lambda *players: jax.lax.map(lambda args: player(*args), players)
-    dealt = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec("devices"))
-    program = jax.shard_map(
-        in_turn if on_cpu else jax.vmap(player),
-        mesh=dealt.mesh,
-        in_specs=dealt.spec,
-        out_specs=dealt.spec,
-        check_vma=False,
-    )
-    program = jax.jit(program, donate_argnums=3)
+    program, dealt = make_program(player, devices)
+    batch_size = batch_size or (128 if jax.default_backend() == "cpu" else 1024)
     # at first all lanes are as if their episodes had ended, so that they begin the next
-    zeros = np.zeros(min(-(-len(row) // parts), batch_size or (128 if on_cpu else 1024)), int)
-    ended = train.initial_carry(len(zeros)), *opening(zeros), zeros, 0.0 * zeros, zeros, zeros == 0
-    lanes = jax.tree.map(lambda x: jnp.stack([x] * len(agent)), (*ended, 0))
-    agents = *jax.tree.map(lambda x: x[agent], (params, rngs)), part
-    agents, lanes = jax.device_put((agents, lanes), dealt)
+    zeros = np.zeros(min(batch_size, math.ceil(len(row) / parts)), int)
+    memory, (obs, state) = train.initial_carry(len(zeros)), opening(zeros)
+    counts = dict(t=zeros, turn=zeros, taken=0)
+    lanes = Lanes(memory, obs, state, returns=0.0 * zeros, done=zeros == 0, **counts)
+    lanes = jax.tree.map(lambda x: jnp.stack([x] * len(agent)), lanes)  # [P, ...]
+    players = *jax.tree.map(lambda x: x[agent], (params, rngs)), part
+    players, lanes = jax.device_put((players, lanes), dealt)
     returns, lengths = np.zeros((2, len(rngs), len(row)))
-    with tqdm(total=lengths.size, desc=title, unit="episode", disable=not title) as bar:
+    with tqdm(total=lengths.size, desc=title, unit="episode", disable=title == "") as bar:
         while not lengths.all():  # 0 until played
-            lanes, records = program(*agents, lanes)
-            turn, done, total, t = jax.device_get(records)  # [P, STEPS, W]
-            at = agent[done.nonzero()[0]], row[turn[done]]
-            returns[at], lengths[at] = total[done], t[done]
+            lanes, records = program(*players, lanes)
+            records = jax.device_get(records)  # [P, STEPS, W]
+            done = records["done"]
+            at = agent[done.nonzero()[0]], row[records["turn"][done]]
+            returns[at], lengths[at] = records["return"][done], records["length"][done]
             bar.update(np.count_nonzero(lengths) - bar.n)
-    return (x.reshape(-1, len(mazes), episodes) for x in (returns, lengths))
+    shape = len(rngs), len(mazes), episodes
+    return returns.reshape(shape), lengths.reshape(shape)
 
 
 def agent_keys(run, seed):
     """[A] a key for each agent, of --seed and of its training's seed."""
     rng = jax.random.fold_in(jax.random.key(seed), 1)
-    return jax.vmap(partial(jax.random.fold_in, rng))(np.array([x["seed"] for x in run.agents]))
+    seeds = np.array([agent["seed"] for agent in run.agents])
+    return jax.vmap(partial(jax.random.fold_in, rng))(seeds)
 
 
 def film(run, seed, maze):
@@ -294,17 +361,18 @@ def film(run, seed, maze):
         noise = gumbel(rng, tag(maze.name, 0), t, run.env)
         inputs = jax.tree.map(lambda x: x[None], (obs, t == 0, noise))
         memory, action = run.train.act(params, memory, *inputs)[:2]
-        return memory, *run.train.step(state, action[0])
+        return memory, run.train.step(state, action[0])
 
     def picture(state):  # whatever else a script's state holds
         is_maze = lambda x: isinstance(x, run.env.EnvState)
-        return run.env.render(*filter(is_maze, jax.tree.leaves(state, is_leaf=is_maze)))
+        [state] = filter(is_maze, jax.tree.leaves(state, is_leaf=is_maze))
+        return run.env.render(state)
 
-    level = jax.tree.map(lambda x: x[0], maze.levels)
-    obs, state = run.train.reset(level, *(x for x in maze[2:] if x is not None))
+    openings, _ = open_levels(run.train.reset, [maze], run.env)
+    obs, state = jax.tree.map(lambda x: x[0], openings)
     memory, done, pictures = run.train.initial_carry(1), False, [picture(state)]
     while not done:
-        memory, obs, state, _, done = move(memory, obs, state, len(pictures) - 1)
+        memory, (obs, state, _, done) = move(memory, obs, state, len(pictures) - 1)
         pictures.append(picture(state))
     return pictures
 
@@ -332,8 +400,9 @@ def worst(halves):
     Levels are ranked by one half of the episodes and the mean is over the other, which had no part
     in the choice (by its own luck a mean would be too low); both ways round, for less noise. Those
     that tie for the last places share them. Shares below one level are left out."""
-    means, num_levels = [], halves.shape[2]
-    for number in (math.ceil(num_levels * x) for x in WORST.values() if num_levels * x >= 1):
+    means = []
+    shares = [halves.shape[2] * share for share in WORST.values()]
+    for number in [math.ceil(share) for share in shares if share >= 1]:
         last = np.sort(halves)[..., number - 1 : number]
         below, tied = halves < last, halves == last
         places = number - below.sum(2, keepdims=True)
@@ -349,25 +418,31 @@ def bootstrap(scores, statistic, seed):
     plays them all, so its scores are not independent."""
     seeds = np.random.default_rng(seed).integers(len(scores), size=(RESAMPLES, len(scores)))
     values = np.array([statistic(scores[rows]) for rows in seeds])
-    values += 0 if len(scores) >= MIN_SEEDS else np.nan
+    if len(scores) < MIN_SEEDS:
+        values = np.full_like(values, np.nan)
     return np.stack([statistic(scores), *np.quantile(values, (0.025, 0.975), axis=0)], axis=-1)
 
 
 def summarise(returns, names, seed, sampled, env=amaze):
     """{maze or aggregate: value, low, high} of the solve rates in episodes [S, M, E]."""
-    rates = lambda returns: env.solved(returns).mean(-1)  # [S, M]
     mean = lambda scores: scores.mean(0)
-    aggregates = lambda scores: np.array([f(scores) for f in AGGREGATES.values()])
+    rates = lambda returns: env.solved(returns).mean(-1)  # [S, M]
     scores = rates(returns)
-    summary = dict(zip(names, bootstrap(scores, mean, seed))) if len(names) <= MANY else {}
-    summary |= zip(AGGREGATES, bootstrap(scores, aggregates, seed))
+    summary = {}
+    if len(names) <= MANY:
+        summary |= zip(names, bootstrap(scores, mean, seed))
+    statistics = AGGREGATES.values()
+    aggregates = bootstrap(scores, lambda x: np.array([f(x) for f in statistics]), seed)
+    summary |= zip(AGGREGATES, aggregates)
     if sampled and len(names) * max(WORST.values()) >= 1:
         halves = np.stack([rates(returns[..., i::2]) for i in (0, 1)])
         summary |= zip(WORST, bootstrap(worst(halves), mean, seed))
     return summary
 
 
-show = lambda x, low, high: f"{x:.3f}" + f" [{low:.3f}, {high:.3f}]" * (not np.isnan(low))
+def show(value, low, high):
+    interval = "" if np.isnan(low) else f" [{low:.3f}, {high:.3f}]"
+    return f"{value:.3f}{interval}"
 
 
 # --- checkpoints: data, from which nothing is executed
@@ -376,11 +451,12 @@ show = lambda x, low, high: f"{x:.3f}" + f" [{low:.3f}, {high:.3f}]" * (not np.i
 def import_script(recorded, given):
     """The module of a run: one of SCRIPTS beside this file, or the one that the user names."""
     ours = recorded in SCRIPTS and Path(given).name != recorded
-    if not (ours or given):
+    if not ours and given == "":
         raise Refused(f"made by {recorded!r}: allowed are {', '.join(SCRIPTS)}, or --script FILE")
     path = Path(__file__).resolve().with_name(recorded) if ours else Path(given)
     spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
     sys.path.append(str(path.resolve().parent))  # where its environment may lie
     spec.loader.exec_module(module)
     return module
@@ -388,7 +464,7 @@ def import_script(recorded, given):
 
 def read_config(folder):
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config = {k: tuple(x) if isinstance(x, list) else x for k, x in config.items()}
         return config | {"script": str(config["script"])}
     except (OSError, ValueError, RecursionError, AttributeError, KeyError):
@@ -396,21 +472,24 @@ def read_config(folder):
 
 
 def read_run(path):
-    """What a run folder or a file in it holds: config, update, rows and the state's dict."""
+    """The Checkpoint of a run folder or of a file in it."""
     path = path / "checkpoint.msgpack" if path.is_dir() else path
     config = read_config(path.parent)
     try:
         data = serialization.msgpack_restore(path.read_bytes())
         rows = [data["rows"][str(i)] for i in range(len(data["rows"]))]
         rows = [row | {"seed": int(row["seed"])} for row in rows]
-        return config, int(data["step"]), rows, dict(data["state"])
+        return Checkpoint(config, int(data["cycles"]), rows, dict(data["state"]))
     except Exception:  # whatever the parser makes of foreign bytes
         raise Refused(f"{path.name} is missing, truncated or no checkpoint") from None
 
 
 def fit(expected, found, num_rows):
     """The parameters [rows, ...], if they have the shapes of the config's network."""
-    fits = lambda x, y: y.shape == (num_rows, *x.shape) and y.dtype == x.dtype
+
+    def fits(x, y):
+        return y.shape == (num_rows, *x.shape) and y.dtype == x.dtype
+
     try:
         params = serialization.from_state_dict(expected, found)
         fine = jax.tree.leaves_with_path(jax.tree.map(fits, expected, params))
@@ -423,63 +502,83 @@ def fit(expected, found, num_rows):
     return params
 
 
+def read_students(checkpoint, expected, config):
+    """Names of a training's students, and the parameters of those of all rows."""
+    role = "students" if hasattr(expected, "students") else "student"
+    learner = dict(checkpoint.state.get(role) or {})
+    params = learner.get("average_params")  # as in training: with polyak_averaging
+    if params is None:
+        params = learner.get("params")
+    params = fit(getattr(expected, role).params, params, len(checkpoint.rows))
+    if role == "student":
+        return ["student"], params
+    names = ["protagonist", "antagonist"]
+    if config.regret != "paired":
+        number = jax.tree.leaves(params)[0].shape[1]  # of [rows, students, ...]
+        names = [str(i) for i in range(number)]
+    return names, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), params)
+
+
 def load(path, script="", agent="protagonist", trainings=0):
     """The Run of a run folder's last checkpoint, or of a checkpoint file; else as in Arguments."""
-    stored, update, rows, found = read_run(path := Path(path))
-    made_by, _ = stored.pop("script"), stored.pop("track", None)  # who plays needs no tracker
+    path = Path(path)
+    checkpoint = read_run(path)
+    settings = dict(checkpoint.config)
+    made_by = settings.pop("script")
+    settings.pop("track", None)  # who plays needs no tracker
     module = import_script(made_by, script)
-    if unknown := set(stored) - {f.name for f in fields(module.Config)}:
+    unknown = set(settings) - {f.name for f in fields(module.Config)}
+    if len(unknown) > 0:
         raise Refused(f"config.json: {made_by} does not know {', '.join(sorted(unknown))}")
     try:
-        config = module.Config(**stored)
+        config = module.Config(**settings)
         train = module.make_train(config)
         state = jax.eval_shape(train.init, jax.random.key(0))
     except (ValueError, TypeError) as error:
         raise Refused(f"config.json: {str(error).splitlines()[0]}") from None
-    role = "students" if hasattr(state, "students") else "student"
-    learner = dict(found.get(role) or {})
-    params = learner.get("mean") or learner.get("params")  # as in training: with polyak_averaging
-    params = fit(getattr(state, role).params, params, len(rows))
-    names = ["student"]
-    if role == "students":  # [rows, S, ...]
-        names = [str(i) for i in range(jax.tree.leaves(params)[0].shape[1])]
-        names = ["protagonist", "antagonist"] if config.regret == "paired" else names
-        params = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), params)
+    names, params = read_students(checkpoint, state, config)
     wanted = {"all": names, "protagonist": names[:1]} | {name: [name] for name in names}
     if agent not in wanted:
         raise Refused(f"agent = {agent!r}: allowed are {', '.join(wanted)}")
-    agents = [row | {"agent": name} for row in rows[: trainings or None] for name in names]
+    rows = checkpoint.rows[: trainings or None]
+    agents = [row | {"agent": name} for row in rows for name in names]
     chosen = [i for i, x in enumerate(agents) if x["agent"] in wanted[agent]]
     params = jax.tree.map(lambda x: x[chosen], params)
-    folder = (path if path.is_dir() else path.parent).resolve()
     agents = [agents[i] for i in chosen]
-    return Run(folder.name, folder, Path(made_by).stem, update, agents, params, train, module.amaze)
+    folder = (path if path.is_dir() else path.parent).resolve()
+    name, algorithm = folder.name, Path(made_by).stem
+    return Run(name, folder, algorithm, checkpoint.update, agents, params, train, module.amaze)
 
 
 def save(folder, config, state):
     """Write into a new folder what `load` and a script's --resume read, of a training in code or of
     many, states [R, ...]: the points of config.sweep, or config.seed and the seeds after it."""
-    folder, script = Path(folder), sys.modules.get(type(config).__module__)
+    folder = Path(folder)
+    script = sys.modules.get(type(config).__module__)
     if not hasattr(script, "make_rows"):
         raise Refused(f"config = {config}: allowed is the Config of an imported script")
-    state = jax.tree.map(lambda x: x.reshape(-1, *x.shape[state.step.ndim :]), state)
-    config = config if config.sweep else replace(config, seeds=len(state.step))
-    rows, steps = script.make_rows(config), {*state.step.tolist()}
-    allowed = f"as many as the state's {len(state.step)}, which must have done as many updates"
-    script.demand(len(rows) == len(state.step) and len(steps) == 1, config, "sweep seeds", allowed)
+    state = jax.tree.map(lambda x: x.reshape(-1, *x.shape[state.cycles.ndim :]), state)
+    number = len(state.cycles)
+    cycles = set(state.cycles.tolist())
+    if len(config.sweep) == 0:
+        config = replace(config, seeds=number)
+    rows = script.make_rows(config)
+    allowed = f"as many as the state's {number}, which must have done as many updates"
+    script.demand(len(rows) == number and len(cycles) == 1, config, "sweep seeds", allowed)
     if any(folder.glob("*")):
         raise Refused(f"folder = {folder}: allowed is a new one")
-    state = jax.device_get(state.replace(step=None, rng=jax.random.key_data(state.rng)))
-    data = serialization.to_state_dict({"step": steps.pop(), "rows": rows, "state": state})
-    stored = json.dumps({"script": script.SCRIPT} | asdict(config), indent=2, default=float)
-    write(folder / "config.json", lambda file: file.write(stored.encode()))
+    state = jax.device_get(state.replace(cycles=None, rng=jax.random.key_data(state.rng)))
+    data = serialization.to_state_dict({"cycles": cycles.pop(), "rows": rows, "state": state})
+    stored = {"script": script.SCRIPT} | asdict(config)
+    text = json.dumps(stored, indent=2, default=lambda number: number.item())
+    write(folder / "config.json", lambda file: file.write(text.encode()))
     data = serialization.msgpack_serialize(data)
     write(folder / "checkpoint.msgpack", lambda file: file.write(data))
 
 
 def curve(metrics, name):
     """What make_train or run measured: rollouts so far and values [n, R], for plt.plot(*...)."""
-    x, y = (np.atleast_2d(metrics[k]).T for k in ("rollouts", name))
+    x, y = np.atleast_2d(metrics["rollouts"]).T, np.atleast_2d(metrics[name]).T
     measured = ~np.isnan(y).all(1)
     return x[measured], y[measured]
 
@@ -498,11 +597,13 @@ def load_runs(args):
             runs.setdefault((run.folder, run.update), run)
         except (Refused, OSError) as error:
             refused.append(f"{path}: {error}")
-    if len({run.env for run in runs.values()}) > 1:
+    runs = list(runs.values())
+    if len({run.env for run in runs}) > 1:
         raise Refused("runs of different environments: allowed is one at a time")
-    shared = os.path.commonpath([run.folder.parent for run in runs.values()]) if runs else ""
-    name = lambda run: run.folder.relative_to(shared).as_posix()
-    return [run._replace(name=name(run)) for run in runs.values()], refused
+    if len(runs) > 0:
+        shared = os.path.commonpath([run.folder.parent for run in runs])
+        runs = [run._replace(name=run.folder.relative_to(shared).as_posix()) for run in runs]
+    return runs, refused
 
 
 # --- results
@@ -511,7 +612,8 @@ def load_runs(args):
 def write(path, save):
     """A file as a whole: save(file) writes a temporary one, which then takes its place."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    existed, temporary = path.exists(), path.with_name(path.name + ".tmp")
+    existed = path.exists()
+    temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
             save(file)
@@ -523,19 +625,22 @@ def write(path, save):
 
 def tabulate(run, mazes, optimal, returns, lengths):
     """The rows of results.csv of a run, from its episodes [A, M, E]."""
+    names = "solve_rate", "return", "length", "optimal_return"
     for agent, r, n in zip(run.agents, returns, lengths):
         who = {"run": run.name, "algorithm": run.algorithm, "update": run.update} | agent
-        for maze, *numbers in zip(mazes, run.env.solved(r).mean(1), r.mean(1), n.mean(1), optimal):
-            names = "solve_rate", "return", "length", "optimal_return"
-            scores = {k: round(float(x), 6) if x == x else "" for k, x in zip(names, numbers)}
-            yield who | {"maze": maze.name, "episodes": r.shape[1]} | scores
+        columns = run.env.solved(r).mean(1), r.mean(1), n.mean(1), optimal  # [M] each
+        for maze, *numbers in zip(mazes, *columns):
+            scores = ["" if np.isnan(x) else round(float(x), 6) for x in numbers]
+            yield who | {"maze": maze.name, "episodes": r.shape[1]} | dict(zip(names, scores))
 
 
 def to_csv(table):
     """Bytes of the table; where a run lacks a swept value, its cell is empty."""
-    columns = list(dict.fromkeys(name for row in table for name in row))
+    columns = dict.fromkeys(name for row in table for name in row)
     text = io.StringIO(newline="")
-    csv.writer(text).writerows([columns, *([row.get(x) for x in columns] for row in table)])
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(table)
     return text.getvalue().encode()
 
 
@@ -543,10 +648,11 @@ def group_seeds(run):
     """{label: numbers of the agents} that differ in seed only."""
     groups = {}
     for i, agent in enumerate(run.agents):
-        role = [agent["agent"]] if agent["agent"] not in ("student", "protagonist") else []
-        swept = [f"{k} {x}" for k, x in agent.items() if k not in ("seed", "agent")]
-        label = ", ".join([f"{run.name} @{run.update}", *role, *swept])
-        groups.setdefault(label, []).append(i)
+        label = [f"{run.name} @{run.update}"]
+        if agent["agent"] not in ("student", "protagonist"):
+            label.append(agent["agent"])
+        label += [f"{name} {x}" for name, x in agent.items() if name not in ("seed", "agent")]
+        groups.setdefault(", ".join(label), []).append(i)
     return groups
 
 
@@ -558,60 +664,26 @@ def print_table(lines):
         print("  ".join([first.ljust(widths[0]), *cells]))
 
 
-def rank(folder, args):
-    """Print the points of a run's sweep, the best first, and draw them. A training's score is the
-    last in logs.csv, and 0 if there is none or something was not finite ("nan")."""
-    swept = [str(sweep).partition("=")[0] for sweep in read_config(folder).get("sweep") or ()]
-    if not (swept and (folder / "logs.csv").exists()):
-        return
-    points = {}
-    try:
-        table = list(csv.DictReader((folder / "logs.csv").read_text().splitlines()))
-        evaluated = any(row.get("eval_solve_rate") for row in table)
-        column = "eval_solve_rate" if evaluated else "train_solve_rate"
-        for row in table:
-            scores = points.setdefault(tuple(float(row[name]) for name in swept), {})
-            last = scores.get(row["seed"], 0.0)
-            lost = np.isnan(last) or "nan" in row.values()
-            scores[row["seed"]] = np.nan if lost else float(row[column] or last)
-        scores = np.array([list(x.values()) for x in points.values()]).reshape(len(points), -1)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise Refused("logs.csv is none that this run wrote") from None
-    points, diverged = np.array(list(points)), np.isnan(scores).sum(1)  # [N, swept], [N]
-    summary = bootstrap(np.nan_to_num(scores).T, lambda scores: scores.mean(0), args.seed)  # [N, 3]
-    lines = [[", ".join(swept), f"last {column}", ""]]
-    for i in np.lexsort((diverged, -summary[:, 0])):
-        point = ", ".join(f"{value:.4g}" for value in points[i])
-        lines.append([point, show(*summary[i]), f"{diverged[i]} diverged" if diverged[i] else ""])
-    print(f"{folder}: {len(points)} points, {scores.shape[1]} seed(s)")
-    print_table(lines)
-    figure = Figure(figsize=(4 * len(swept), 4), layout="constrained")
-    for name, x, axes in zip(swept, points.T, figure.subplots(1, len(swept), squeeze=False)[0]):
-        axes.plot(x, scores, "o", color="C0", alpha=0.4)
-        axes.plot(x[diverged > 0], 0 * x[diverged > 0], "x", color="C3")
-        axes.vlines(x, *summary.T[1:], color="C0")
-        axes.set(xlabel=name, ylabel=f"{column}, x: diverged", ylim=(-0.03, 1.03))
-        axes.set_xscale("log" if max(x) > 10 * min(x) > 0 else "linear")
-    name = f"sweep_{folder.as_posix().replace('/', '_')}.png" if args.out else "sweep.png"
-    write(Path(args.out or folder) / name, partial(figure.savefig, format="png", dpi=150))
-
-
 def print_results(results, summaries, mazes, optimal):
     """A table of mazes for each group of seeds, and one of all groups."""
-    over_all = []
-    for (label, (returns, lengths)), summary in zip(results.items(), summaries.values()):
-        sets = " (worst: half rank, half report)" * ("worst 10%" in summary)
-        print(f"\n{label}: {len(returns)} seed(s), {returns.shape[2]} episodes on each maze{sets}")
-        numbers = zip(mazes, returns.mean((0, 2)), optimal, lengths.mean((0, 2)))
-        lines = [[maze.name, show(*summary[maze.name]),
-                  *("" if np.isnan(x) else f"{x:.3f}" for x in others)]
-                 for maze, *others in numbers if maze.name in summary]  # fmt: skip
-        header = ["maze", "solve rate", "return", "optimal return", "length"]
-        print_table([header, *lines]) if lines else None
-        names = [name for name in summary if name in AGGREGATES | WORST]
-        over_all.append([label, *(show(*summary[name]) for name in names)])
+    for label, (returns, lengths) in results.items():
+        summary = summaries[label]
+        seeds, _, episodes = returns.shape
+        halves = " (worst: half rank, half report)" if "worst 10%" in summary else ""
+        print(f"\n{label}: {seeds} seed(s), {episodes} episodes on each maze{halves}")
+        lines = [["maze", "solve rate", "return", "optimal return", "length"]]
+        for maze, *numbers in zip(mazes, returns.mean((0, 2)), optimal, lengths.mean((0, 2))):
+            if maze.name in summary:
+                cells = ["" if np.isnan(x) else f"{x:.3f}" for x in numbers]
+                lines.append([maze.name, show(*summary[maze.name]), *cells])
+        if len(lines) > 1:
+            print_table(lines)
     print(f"\nover {len(mazes)} maze(s), with 95% intervals from {MIN_SEEDS} seeds on")
-    print_table([["solve rate", *names], *over_all])
+    columns = [name for name in next(iter(summaries.values())) if name in AGGREGATES | WORST]
+    lines = [["solve rate", *columns]]
+    for label, summary in summaries.items():
+        lines.append([label, *(show(*summary[name]) for name in columns)])
+    print_table(lines)
 
 
 def plot_results(results, summaries, env=amaze):
@@ -636,28 +708,109 @@ def plot_results(results, summaries, env=amaze):
     return figure
 
 
+# --- sweeps: points {name of a swept field: [N]}, scores [N, S], NaN where a training diverged
+
+
+def rank(folder, args):
+    """Print the points of a run's sweep, the best first, and draw them; diverged counts as 0."""
+    names = [str(sweep).partition("=")[0] for sweep in read_config(folder).get("sweep") or ()]
+    if len(names) == 0 or not (folder / "logs.csv").exists():
+        return
+    points, column, scores = read_sweep(folder / "logs.csv", names)
+    summary = bootstrap(np.nan_to_num(scores).T, lambda scores: scores.mean(0), args.seed)  # [N, 3]
+    print(f"{folder}: {len(scores)} points, {scores.shape[1]} seed(s)")
+    print_ranking(points, column, scores, summary)
+    figure = plot_sweep(points, column, scores, summary)
+    name = f"sweep_{folder.as_posix().replace('/', '_')}.png" if args.out != "" else "sweep.png"
+    save = partial(figure.savefig, format="png", dpi=150)
+    write(Path(args.out or folder) / name, save)
+
+
+def read_sweep(path, names):
+    """Points, column, scores: a training's last in logs.csv, 0 if there is none, and NaN if
+    something was not finite ("nan")."""
+    points = {}  # point: {seed: score}
+    try:
+        table = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines(), restval=""))
+        evaluated = any(row.get("eval_solve_rate", "") != "" for row in table)
+        column = "eval_solve_rate" if evaluated else "train_solve_rate"
+        for row in table:
+            scores = points.setdefault(tuple(float(row[name]) for name in names), {})
+            score = scores.get(row["seed"], 0.0)
+            if "nan" in row.values():
+                score = np.nan
+            elif row[column] != "" and not np.isnan(score):
+                score = float(row[column])
+            scores[row["seed"]] = score
+        scores = np.array([list(x.values()) for x in points.values()]).reshape(len(points), -1)
+    except (ValueError, TypeError, KeyError, AttributeError):  # also of unlike numbers of seeds
+        raise Refused("logs.csv is none that this run wrote") from None
+    return dict(zip(names, np.transpose(list(points)))), column, scores
+
+
+def print_ranking(points, column, scores, summary):
+    diverged = np.isnan(scores).sum(1)  # [N]
+    lines = [[", ".join(points), f"last {column}", ""]]
+    for i in np.lexsort((diverged, -summary[:, 0])):
+        point = ", ".join(f"{x[i]:.4g}" for x in points.values())
+        note = f"{diverged[i]} diverged" if diverged[i] > 0 else ""
+        lines.append([point, show(*summary[i]), note])
+    print_table(lines)
+
+
+def plot_sweep(points, column, scores, summary):
+    """A Figure: the scores against each field."""
+    _, low, high = summary.T
+    diverged = np.isnan(scores).any(1)  # [N]
+    figure = Figure(figsize=(4 * len(points), 4), layout="constrained")
+    panels = figure.subplots(1, len(points), squeeze=False)[0]
+    for axes, (name, x) in zip(panels, points.items()):
+        axes.plot(x, scores, "o", color="C0", alpha=0.4)
+        axes.plot(x[diverged], 0 * x[diverged], "x", color="C3")
+        axes.vlines(x, low, high, color="C0")
+        axes.set(xlabel=name, ylabel=f"{column}, x: diverged", ylim=(-0.03, 1.03))
+        axes.set_xscale("log" if max(x) > 10 * min(x) > 0 else "linear")
+    return figure
+
+
 # --- the page where agents play, play.html
 
 
 def demand_playable(run, args):
     """The page plays amaze.py and dr.py's network; what a copy does is compared with theirs."""
-    config, allowed = read_config(run.folder), f"allowed is dr.py's, rnn = {', '.join(CORES)}"
-    network = {k: config.get(k) for k in ("rnn", "hidden_size", "s5_layers", "s5_norm")}
+    allowed = f"allowed is dr.py's, rnn = {', '.join(CORES)}"
+    config = read_config(run.folder)
+    network = {k: config[k] for k in ("rnn", "hidden_size", "s5_layers", "s5_norm") if k in config}
     names = " ".join(sorted(traverse_util.flatten_dict(run.params.get("params", {}), sep="/")))
-    if run.env is not amaze or not re.fullmatch(HEADS + CORES.get(network["rnn"], "#"), names):
+    pattern = HEADS + CORES.get(network.get("rnn"), "#")  # which is in no name
+    if run.env is not amaze or re.fullmatch(pattern, names) is None:
         raise Refused(f"a network that play.html cannot play: {allowed}")
     if not all((abs(x) < np.finfo(np.float16).max).all() for x in jax.tree.leaves(run.params)):
         raise Refused("parameters that are not finite in float16, which play.html holds")
-    if args.script:
-        ours = import_script("dr.py", "")
-        train, rngs = ours.make_train(ours.Config(**network)), agent_keys(run, args.seed)[:1]
-        shapes = jax.eval_shape(train.init, jax.random.key(0)).student.params
-        params = jax.tree.map(lambda x: x[:1], fit(shapes, run.params, len(run.agents)))
-        easy = "TrivialMaze", "MiniMaze", "FourRooms"  # also by chance
-        easy = draw_mazes(easy, replace(args, episodes=30), False)
-        one, two = (list(play(x, params, rngs, easy, 30)) for x in (run.train, train))
-        if np.mean(np.not_equal(one, two)) > 0.05:  # a few may differ by rounding
-            raise Refused(f"{args.script} plays otherwise than play.html would: {allowed}")
+    if args.script != "" and not plays_as_ours(run, network, args):
+        raise Refused(f"{args.script} plays otherwise than play.html would: {allowed}")
+
+
+def plays_as_ours(run, network, args):
+    """If the run's first agent does on easy mazes what it does with dr.py's network."""
+    script = import_script("dr.py", "")
+    ours = script.make_train(script.Config(**network))
+    shapes = jax.eval_shape(ours.init, jax.random.key(0)).student.params
+    params = fit(shapes, run.params, len(run.agents))
+    params, rngs = jax.tree.map(lambda x: x[:1], (params, agent_keys(run, args.seed)))
+    names = "TrivialMaze", "MiniMaze", "FourRooms"  # also by chance
+    mazes = draw_mazes(names, replace(args, episodes=30), False)
+    played, expected = (play(train, params, rngs, mazes, 30) for train in (run.train, ours))
+    return np.mean(np.not_equal(played, expected)) <= 0.05  # a few may differ by rounding
+
+
+def maze_texts(maze, encode):
+    """The levels of a maze as play.html's maze_to_text writes them."""
+    for level in zip(*map(np.asarray, maze.levels)):
+        walls, (x, y), turn, (u, v) = level
+        place = f"{walls.shape[1]}x{walls.shape[0]}.{x}.{y}.{turn}.{u}.{v}"
+        rules = f"{maze.max_steps}.{maze.see_through_walls:d}"
+        yield f"{place}.{rules}.{encode(np.packbits(walls))}"
 
 
 def page(runs, mazes, dtype="<f2"):
@@ -666,20 +819,20 @@ def page(runs, mazes, dtype="<f2"):
     Of three agents (LSTM 64) on dcd's mazes float16 changed no probability of an action by more
     than 0.006 in 300 steps, no value by more than 0.001, and mean solve rates by up to 0.003."""
     encode = lambda x: base64.urlsafe_b64encode(x.tobytes()).decode().rstrip("=")
-    data = {"agents": [], "suites": amaze.SUITES, "mazes": {maze.name: [] for maze in mazes}}
-    for name, levels, max_steps, see in mazes:  # as its maze_to_text writes them
-        for walls, (x, y), turn, (u, v) in zip(*map(np.asarray, levels)):
-            place = f"{walls.shape[1]}x{walls.shape[0]}.{x}.{y}.{turn}.{u}.{v}.{max_steps}.{see:d}"
-            data["mazes"][name].append(f"{place}.{encode(np.packbits(walls))}")
+    mazes = {maze.name: list(maze_texts(maze, encode)) for maze in mazes}
+    data = {"agents": [], "suites": amaze.SUITES, "mazes": mazes}
     for run in runs:
-        network = {k: read_config(run.folder).get(k) for k in ("rnn", "s5_norm")}
-        for label, i in ((label, i) for label, seeds in group_seeds(run).items() for i in seeds):
-            params = traverse_util.flatten_dict(run.params["params"], sep="/")
-            params = {k: (x.shape[1:], encode(x[i].astype(dtype))) for k, x in params.items()}
-            who = {"name": label, "seed": run.agents[i]["seed"], "params": params}
-            data["agents"].append(who | network)
+        config = read_config(run.folder)
+        network = {name: config.get(name) for name in ("rnn", "s5_norm")}
+        params = traverse_util.flatten_dict(run.params["params"], sep="/")
+        for label, seeds in group_seeds(run).items():
+            for i in seeds:
+                who = {"name": label, "seed": run.agents[i]["seed"]}
+                stored = {k: (x.shape[1:], encode(x[i].astype(dtype))) for k, x in params.items()}
+                data["agents"].append(who | {"params": stored} | network)
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return Path(__file__).with_name("play.html").read_text().replace(EMPTY_PAGE, text).encode()
+    empty = Path(__file__).with_name("play.html").read_text(encoding="utf-8")
+    return empty.replace(EMPTY_PAGE, text).encode()
 
 
 # --- command line
@@ -687,70 +840,94 @@ def page(runs, mazes, dtype="<f2"):
 
 def check(args):
     for name, least in dict(levels=1, episodes=0, max_steps=1, batch_size=0, seed=0).items():
-        if not least <= getattr(args, name) < 2**31:
-            raise Refused(f"{name} = {vars(args)[name]}: allowed is at least {least}, below 2^31")
-    if args.script and not (Path(args.script).is_file() and args.script.endswith(".py")):
+        value = getattr(args, name)
+        if not least <= value < 2**31:
+            raise Refused(f"{name} = {value}: allowed is at least {least}, below 2^31")
+    if args.script != "" and not (Path(args.script).is_file() and args.script.endswith(".py")):
         raise Refused(f"script = {args.script}: allowed is a Python file")
-    if not args.runs and not args.show_levels:
+    if len(args.runs) == 0 and not args.show_levels:
         raise Refused("no runs: allowed are folders of runs and checkpoint files")
+
+
+def choose_out(args, runs):
+    """The folder for results; it need not exist yet."""
+    folders = [run.folder for run in runs] or [Path.cwd()]
+    out = Path(args.out or os.path.relpath(os.path.commonpath(folders)))
+    there = next(x for x in (out, *out.absolute().parents) if x.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise Refused(f"out = {out}: allowed is a folder that can be written")
+    return out
+
+
+def write_levels(out, mazes, env):
+    """mazes.png: the first level of each maze."""
+    first = [maze._replace(levels=jax.tree.map(lambda x: x[:1], maze.levels)) for maze in mazes]
+    captions = {"": [maze.name for maze in mazes], "best return": optimal_returns(first, env)}
+    figure = env.plot_levels({"": (stack(first, env)[0], captions)})
+    write(out / "mazes.png", lambda file: figure.savefig(file, format="png"))
+
+
+def write_results(out, runs, mazes, args, sampled):
+    """All runs play all mazes: their tables, results.csv and results.png."""
+    env, names = runs[0].env, [maze.name for maze in mazes]
+    optimal = optimal_returns(mazes, env)
+    results, table = {}, []
+    for run in runs:
+        agents = run.train, run.params, agent_keys(run, args.seed)
+        played = play(*agents, mazes, args.episodes, args.batch_size, run.name, env)
+        table += tabulate(run, mazes, optimal, *played)
+        for label, seeds in group_seeds(run).items():
+            results[label] = [x[seeds] for x in played]
+    summaries = {k: summarise(x[0], names, args.seed, sampled, env) for k, x in results.items()}
+    print_results(results, summaries, mazes, optimal)
+    figure = plot_results(results, summaries, env)
+    write(out / "results.csv", lambda file: file.write(to_csv(table)))
+    write(out / "results.png", lambda file: figure.savefig(file, format="png", dpi=150))
+
+
+def write_film(out, run, maze, seed):
+    pictures = [Image.fromarray(picture) for picture in film(run, seed, maze)]
+    times = [100] * (len(pictures) - 1) + [1000]  # milliseconds
+    options = dict(format="GIF", save_all=True, append_images=pictures[1:], duration=times, loop=0)
+    name = f"film_{run.name.replace('/', '_')}_{run.update}_{maze.name}.gif"
+    write(out / name, lambda file: pictures[0].save(file, **options))
 
 
 def evaluate(args):
     """Do what the arguments ask for; returns the lines about runs that could not be had."""
     check(args)
     runs, refused = load_runs(args)
-    if args.runs and not runs:
+    if len(args.runs) > 0 and len(runs) == 0:
         return refused
-    env = runs[0].env if runs else import_script("", args.script).amaze if args.script else amaze
+    env = amaze
+    if len(runs) > 0:
+        env = runs[0].env
+    elif args.script != "":
+        env = import_script("", args.script).amaze
     names, own, sampled = choose_mazes(args, env)
     args = replace(args, episodes=args.episodes or (20 if sampled else 100))
-    films = args.gif.split(",") if args.gif else []
-    if unknown := set(films) - set(names):
+    films = args.gif.split(",") if args.gif != "" else []
+    unknown = set(films) - set(names)
+    if len(unknown) > 0:
         raise Refused(f"gif = {', '.join(unknown)}: allowed are {', '.join(names)}")
-    folders = [run.folder for run in runs] or [Path.cwd()]
-    out = Path(args.out or os.path.relpath(os.path.commonpath(folders)))
-    there = next(x for x in (out, *out.absolute().parents) if x.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise Refused(f"out = {out}: allowed is a folder that can be written")
+    out = choose_out(args, runs)
     if args.play:
         mazes = own + draw_mazes(env.TEST_MAZES, replace(args, episodes=5), False, env)
         write(out / "play.html", lambda file: file.write(page(runs, mazes)))
         return refused
     mazes = own + draw_mazes(names[len(own) :], args, sampled, env)
-    optimal, results, table = optimal_returns(mazes, env), {}, []
     if args.show_levels:
-        drawn = [maze._replace(levels=jax.tree.map(lambda x: x[:1], maze.levels)) for maze in mazes]
-        captions = {"": names, "best return": optimal_returns(drawn, env)}
-        figure = env.plot_levels({"": (stack(drawn, env)[0], captions)})
-        write(out / "mazes.png", lambda file: figure.savefig(file, format="png"))
+        write_levels(out, mazes, env)
+    if len(runs) > 0:
+        write_results(out, runs, mazes, args, sampled)
     for run in runs:
-        agents = run.train, run.params, agent_keys(run, args.seed)
-        played = list(play(*agents, mazes, args.episodes, args.batch_size, run.name, env))
-        table += tabulate(run, mazes, optimal, *played)
-        for label, seeds in group_seeds(run).items():
-            results[label] = [x[seeds] for x in played]
-    if results:
-        summaries = {k: summarise(x[0], names, args.seed, sampled, env) for k, x in results.items()}
-        print_results(results, summaries, mazes, optimal)
-        figure = plot_results(results, summaries, env)
-        write(out / "results.csv", lambda file: file.write(to_csv(table)))
-        write(out / "results.png", lambda file: figure.savefig(file, format="png", dpi=150))
-    for run, maze in ((run, mazes[names.index(name)]) for run in runs for name in films):
-        first, *others = map(Image.fromarray, film(run, args.seed, maze))
-        save = partial(
-            first.save,
-            format="GIF",
-            save_all=True,
-            append_images=others,
-            duration=[100] * len(others) + [1000],
-            loop=0,
-        )  # milliseconds
-        write(out / f"film_{run.name.replace('/', '_')}_{run.update}_{maze.name}.gif", save)
+        for name in films:
+            write_film(out, run, mazes[names.index(name)], args.seed)
     return refused
 
 
 def main():
-    if {"-h", "--help"} & {*sys.argv}:
+    if "-h" in sys.argv or "--help" in sys.argv:
         print(__doc__)  # as it stands; tyro would reflow it
     args = tyro.cli(Arguments, description="")
     try:
@@ -761,7 +938,7 @@ def main():
         refused = [str(error)]
     for line in refused:
         print(f"evaluate.py: error: {line}", file=sys.stderr)
-    sys.exit(2 if refused else 0)
+    sys.exit(2 if len(refused) > 0 else 0)
 
 
 if __name__ == "__main__":

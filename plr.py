@@ -4,7 +4,7 @@ A buffer keeps the levels that the student can learn most from, by a score that 
 regret. Robust PLR learns from replayed levels only; fresh random ones are just scored.
 
     initialise the student and an empty buffer
-    for each update:
+    for each cycle:
         choose N levels: from the buffer with probability replay_prob, else fresh random ones
         play T steps from zero recurrent state; when an episode ends, restart the same level
         score each level; write the scores of replayed levels, let good fresh ones replace weak ones
@@ -15,7 +15,7 @@ Parallel PLR plays [N fresh | N replayed] together in every cycle and learns fro
 Differs from dr.py in the buffer, the scores, restarting one level, and when it learns.
 
 Run        python plr.py --fast       python plr.py --parallel       python plr.py --no-robust
-From code  run(Config(**FAST | dict(seeds=8)))    jax.jit(jax.vmap(make_train(Config())))(rngs)
+From code  run(replace(FAST, seeds=8))    jax.jit(jax.vmap(make_train(Config())))(rngs)
 
 Shapes     T steps, N levels, E copies that play each level, B = N * E trajectories, K buffer slots,
            H core units, M test mazes. Time comes first: [T, B, ...]. make_train is for one seed.
@@ -23,7 +23,6 @@ Shapes     T steps, N levels, E copies that play each level, B = N * E trajector
 
 import csv
 import importlib.util
-import inspect
 import itertools
 import json
 import math
@@ -32,13 +31,12 @@ import platform
 import re
 import signal
 import sys
-import textwrap
 import time
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args, get_origin
+from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import distrax
 import flax.linen as nn
@@ -56,67 +54,57 @@ from tqdm import tqdm
 import amaze
 from s5 import S5
 
-# published defaults that differ by mode; num_updates for about 30,000 PPO updates in each
-SERIAL = {"num_updates": 60_000, "gae_lambda": 0.98, "staleness_coef": 0.3}
-PLAIN = SERIAL | {"num_updates": 30_000}  # not robust: every cycle learns
-PARALLEL = {"num_updates": 30_000, "gae_lambda": 0.95, "staleness_coef": 0.5}
-FAST = SERIAL | {"num_updates": 7_500, "lr": 2e-3, "anneal_lr": True, "num_minibatches": 2,
-        "update_epochs": 2, "bptt_horizon": 64, "hidden_size": 64, "ent_coef": 1e-2, "vf_coef": 2.0,
-        "clip_vloss": False, "max_grad_norm": 1.5, "n_walls": 90, "solvable_only": True,
-        "temperature": 1.0, "polyak_averaging": True}  # fmt: skip
 Score = Literal["max_mc", "positive_value_loss", "l1_value_loss", "learnability", "oracle_regret"]
 
 
 @dataclass(frozen=True)
 class Config:
-    """Flat. Every float may be a tracer: swept, vmapped. Ints, bools and strings are static.
-    What is None here gets its mode's default at once: Config(parallel=True), not `replace`."""
+    """Flat. Every float may be a tracer: swept, vmapped. Ints, bools and strings are static."""
 
     # PPO
-    lr: float = 3e-4  # Adam's learning rate; fast 2e-3
-    anneal_lr: bool = False  # lower lr linearly, to 0 after num_updates; fast True
-    num_updates: int | None = None  # cycles; 60,000, parallel or not robust 30,000; fast 7,500
+    lr: float = 3e-4  # Adam's learning rate
+    anneal_lr: bool = False  # lower lr linearly, to 0 after num_updates
+    num_updates: int = 60_000  # cycles; about 30,000 of them learn
     num_envs: int = 32  # N, levels per cycle
     num_evals: int = 1  # E, trajectories on each level; more: a surer score
     num_steps: int = 256  # T, steps per trajectory and cycle
-    update_epochs: int = 5  # passes over the batch; fast 2
-    num_minibatches: int = 1  # they split trajectories, or their chunks of bptt_horizon; fast 2
-    bptt_horizon: int = 0  # steps that gradients flow back through; 0: all of a rollout; fast 64
+    update_epochs: int = 5  # passes over the batch
+    num_minibatches: int = 1  # they split trajectories, or their chunks of bptt_horizon
+    bptt_horizon: int = 0  # steps that gradients flow back through; 0: all of a rollout
     gamma: float = 0.999  # discount
-    gae_lambda: float | None = None  # of generalised advantage estimation; 0.98, parallel 0.95
+    gae_lambda: float = 0.98  # lambda of generalised advantage estimation
     clip_eps: float = 0.2  # clip range of the probability ratio
-    ent_coef: float = 0.0  # weight of the entropy bonus; fast 1e-2
-    vf_coef: float = 0.5  # weight of the value loss; fast 2.0
-    clip_vloss: bool = True  # clip the value as the ratio is; fast False
-    max_grad_norm: float = 0.5  # the gradient's global norm is clipped to this; fast 1.5
-    polyak_averaging: bool = False  # the mean of late parameters is evaluated; fast True
+    ent_coef: float = 0.0  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
+    clip_vloss: bool = True  # clip the value as the ratio is
+    max_grad_norm: float = 0.5  # the gradient's global norm is clipped to this
+    polyak_averaging: bool = False  # the mean of late parameters is evaluated
     # student
     rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # recurrent core; none: feed-forward
-    hidden_size: int = 256  # H, units of the core; fast 64
+    hidden_size: int = 256  # H, units of the core
     s5_layers: int = 2  # S5 layers
     s5_norm: Literal["after", "before", "none"] = "after"  # place of LayerNorm in an S5 layer
     # levels
-    n_walls: int = 60  # wall cells drawn per level, with replacement; fast 90
-    solvable_only: bool = False  # draw levels until the goal can be reached; fast True
+    n_walls: int = 60  # wall cells drawn per level, with replacement
+    solvable_only: bool = False  # draw levels until the goal can be reached
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
     max_steps: int = 250  # time limit; above num_steps no failure ends: train_solve_rate is 1
     see_through_walls: bool = True  # False: MiniGrid's occlusion
     # level replay
     robust: bool = True  # learn only in cycles that replay; parallel: from what these replay
-    parallel: bool = False  # fresh and replayed levels together, with other defaults where said
+    parallel: bool = False  # fresh and replayed levels together in every cycle, as in PARALLEL
     replay_prob: float = 0.5  # share of cycles that replay, the same for all seeds; parallel: all
     score: Score = "max_mc"  # what makes a level worth replaying
-    temperature: float = 0.3  # beta: a level's score counts by rank^(-1/beta); fast 1.0
-    staleness_coef: float | None = None  # rho: share of age against score; 0.3, parallel 0.5
+    temperature: float = 0.3  # beta: a level's score counts by rank^(-1/beta)
+    staleness_coef: float = 0.3  # rho: share of age against score
     buffer_size: int = 4000  # K, slots
     min_fill: float = 0.5  # share of the slots; before as many levels are played none is replayed
     # evaluation
-    eval_interval: int = 50  # updates between evaluations; 0: never
+    eval_interval: int = 50  # cycles between evaluations; 0: never
     eval_suite: str = next(iter(amaze.SUITES))  # a suite, or maze names with commas between
     eval_episodes: int = 10  # episodes per maze
     # run
-    fast: bool = False  # defaults for ten minutes on one core, serial; in code Config(**FAST)
     seed: int = 0  # the first seed
     seeds: int = 1  # trainings, with seeds from the first on
     seeds_at_once: int = 0  # trainings that share a device's memory at once; 0: all; on a CPU one
@@ -124,20 +112,24 @@ class Config:
     sweep_random: int = 0  # that many random points of the sweep; 0: the whole grid
     out: str = ""  # run folder; default: the next free runs/NAME-1, runs/NAME-2, ...
     resume: bool = False  # go on with the run in --out
-    log_interval: int = 10  # updates between rows of logs.csv
-    checkpoint_interval: int = 250  # updates between checkpoints
-    archive_interval: int = 0  # updates between kept checkpoint_<update>.msgpack; 0: none
-    plot_interval: int = 500  # updates between pictures; 0: only at the end
+    log_interval: int = 10  # cycles between rows of logs.csv
+    checkpoint_interval: int = 250  # cycles between checkpoints
+    archive_interval: int = 0  # cycles between kept checkpoint_<cycle>.msgpack; 0: none
+    plot_interval: int = 500  # cycles between pictures; 0: only at the end
     devices: int = 0  # devices to use, on a CPU cores; 0: as many as deal evenly
     shard: Literal["", "seeds", "levels"] = ""  # what is dealt over them; "": seeds, if all deal
     distributed: str = ""  # one run in several processes: auto, as JAX finds them, or HOST:PORT,P,I
     track: Literal["", "wandb", "trackio"] = ""  # gets logs.csv too; WANDB_PROJECT, WANDB_NAME win
 
-    def __post_init__(self):
-        mode = PARALLEL if self.parallel else SERIAL if self.robust else PLAIN
-        for name, value in mode.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
+
+PLAIN = Config(robust=False, num_updates=30_000)  # it learns in every cycle
+PARALLEL = Config(parallel=True, num_updates=30_000, gae_lambda=0.95, staleness_coef=0.5)
+FAST = Config(  # ten minutes on one core of a CPU
+    lr=2e-3, anneal_lr=True, num_updates=7_500, update_epochs=2, num_minibatches=2,
+    bptt_horizon=64, ent_coef=1e-2, vf_coef=2.0, clip_vloss=False, max_grad_norm=1.5,
+    polyak_averaging=True, hidden_size=64, n_walls=90, solvable_only=True,
+    temperature=1.0)  # fmt: skip
+PRESETS = {"--fast": FAST, "--parallel": PARALLEL, "--no-robust": PLAIN}  # what a flag starts from
 
 
 class Transition(NamedTuple):
@@ -148,13 +140,13 @@ class Transition(NamedTuple):
     value: jax.Array  # V(o_<=t)
     reward: jax.Array  # r_t
     done: jax.Array  # a_t ended the episode, bool
-    memory: tuple | None = None  # of the core before o_t, with bptt_horizon
+    memory: tuple = ()  # of the core before each chunk of bptt_horizon steps, [chunks, B, ...]
 
 
 class Agent(NamedTuple):
     params: dict
     opt_state: tuple
-    mean: dict | None = None  # of params, with polyak_averaging: what is evaluated
+    average_params: dict | None = None  # with polyak_averaging: what is evaluated
 
 
 class Buffer(NamedTuple):
@@ -172,11 +164,11 @@ class Buffer(NamedTuple):
 
 
 class RunnerState(struct.PyTreeNode):
-    """What the next update needs."""
+    """What the next cycle needs."""
 
-    rng: jax.Array  # the seed's key; update i uses fold_in(rng, i)
-    step: jax.Array  # [] updates done
-    grad_updates: jax.Array  # [] updates that learned
+    rng: jax.Array  # the seed's key; cycle i uses fold_in(rng, i)
+    cycles: jax.Array  # [] cycles done
+    grad_updates: jax.Array  # [] PPO updates done
     student: Agent
     buffer: Buffer
 
@@ -326,7 +318,7 @@ class ActorCritic(nn.Module):
 def gae(batch, last_value, gamma, gae_lambda):
     """A_t = delta_t + gamma lambda (1 - d_t) A_{t+1} (1506.02438, eq. 16), advantages [T, B]."""
 
-    def step(carry, x):
+    def back(carry, x):
         advantage, next_value = carry
         reward, value, keep = x
         delta = reward + gamma * next_value * keep - value
@@ -334,7 +326,7 @@ def gae(batch, last_value, gamma, gae_lambda):
         return (advantage, value), advantage
 
     inputs = batch.reward, batch.value, 1.0 - batch.done
-    return jax.lax.scan(step, (jnp.zeros_like(last_value), last_value), inputs, reverse=True)[1]
+    return jax.lax.scan(back, (jnp.zeros_like(last_value), last_value), inputs, reverse=True)[1]
 
 
 def first_episodes(reward, done):
@@ -344,9 +336,9 @@ def first_episodes(reward, done):
     return (reward * playing).sum(0), playing.sum(0), done.any(0)
 
 
-def episode_stats(total, length, ended, where=True):
+def episode_stats(returns, lengths, ended, where=True):
     """Means over first episodes that ended, of the trajectories `where` [B]; NaN if none."""
-    stats = {"return": total, "solve_rate": amaze.solved(total), "episode_length": length}
+    stats = {"return": returns, "solve_rate": amaze.solved(returns), "episode_length": lengths}
     return {name: jnp.mean(x, where=ended & where) for name, x in stats.items()}
 
 
@@ -359,12 +351,12 @@ def means(stats, weight=1.0):
 def episode_sums(x, done):
     """Sum of x over the episode so far, this step included [T, B]; whole where done."""
 
-    def step(total, inputs):
+    def add(so_far, inputs):
         x, done = inputs
-        total = total + x
-        return jnp.where(done, 0.0, total), total
+        so_far = so_far + x
+        return jnp.where(done, 0.0, so_far), so_far
 
-    return jax.lax.scan(step, jnp.zeros(x.shape[1:]), (x, done))[1]
+    return jax.lax.scan(add, jnp.zeros(x.shape[1:]), (x, done))[1]
 
 
 def replay_probabilities(buffer, now, temperature, staleness_coef):
@@ -421,19 +413,23 @@ def level_outcomes(batch, advantage, max_return, copies, optimal_return):
     -> number of episodes, mean return of first episodes, R_max, every score; [N]."""
     by_level = lambda x: x.reshape(len(x), len(max_return), -1)  # [T, N, E]
     done = by_level(batch.done)
-    total = episode_sums(batch.reward, batch.done)
-    length = episode_sums(jnp.ones_like(batch.reward), batch.done)
-    best = jnp.where(done, by_level(total), -jnp.inf).max((0, 2))  # if none has ended, -inf
+    sums = lambda x: by_level(episode_sums(x, batch.done))  # of whole episodes where done
+
+    best = jnp.where(done, sums(batch.reward), -jnp.inf).max((0, 2))  # if none has ended, -inf
     max_return = jnp.where(copies, jnp.maximum(best, max_return), -jnp.inf).max(1)
-    by_episode = lambda x: by_level(episode_sums(x, batch.done) / length)  # time means, where done
-    time_mean = lambda x: jnp.mean(by_episode(x), axis=(0, 2), where=done)
-    first, _, ended = (x.reshape(done.shape[1:]) for x in first_episodes(batch.reward, batch.done))
-    mean_return, solved = (jnp.mean(x, axis=1, where=ended) for x in (first, amaze.solved(first)))
+
+    first = first_episodes(batch.reward, batch.done)
+    returns, _, ended = (x.reshape(done.shape[1:]) for x in first)  # [N, E]
+    mean_return = jnp.mean(returns, axis=1, where=ended)
+    solve_rate = jnp.mean(amaze.solved(returns), axis=1, where=ended)
+
+    length = sums(jnp.ones_like(batch.reward))
+    time_mean = lambda x: jnp.mean(sums(x) / length, axis=(0, 2), where=done)  # per episode first
     scores = {
         "max_mc": time_mean(jnp.repeat(max_return, done.shape[2]) - batch.value),
         "positive_value_loss": time_mean(jnp.maximum(advantage, 0)),
         "l1_value_loss": time_mean(jnp.abs(advantage)),
-        "learnability": solved * (1 - solved),
+        "learnability": solve_rate * (1 - solve_rate),
         "oracle_regret": optimal_return - mean_return,
     }
     return done.sum((0, 2)), mean_return, max_return, scores
@@ -441,15 +437,15 @@ def level_outcomes(batch, advantage, max_return, copies, optimal_return):
 
 def make_train(config, devices=1):
     """train(rng) -> (RunnerState, metrics), one whole training; its parts: train.init(rng),
-    train.update(state, steps), train.show(state) -> the levels in training; and what evaluate.py
+    train.update(state, cycles), train.show(state) -> the levels in training; and what evaluate.py
     plays with: train.act, train.initial_carry, train.reset, train.step.
     devices: over how many, the mesh's axis "devices", the work of this training is split."""
     check(config)
     room = config.height * config.width - 2  # agent and goal need a cell each
     demand(config.n_walls <= room, config, "n_walls height width", f"at most {room} walls")
     trajectories = config.num_envs * config.num_evals  # B
-    fine = trajectories % config.num_minibatches == 0
-    demand(fine, config, "num_minibatches num_envs num_evals", f"a divisor of {trajectories}")
+    deals = trajectories % config.num_minibatches == 0
+    demand(deals, config, "num_minibatches num_envs num_evals", f"a divisor of {trajectories}")
     if config.score == "learnability":  # a variance over trajectories, in which failures end too
         for name, low in {"num_evals": 2, "num_steps": config.max_steps}.items():
             demand(getattr(config, name) >= low, config, f"{name} score", f"at least {low}")
@@ -457,8 +453,9 @@ def make_train(config, devices=1):
     replay_block = 1 if config.parallel else 0  # the block that is replayed and learned from
     offered = config.num_envs * blocks  # levels of a cycle
     demand(config.buffer_size >= offered, config, "buffer_size num_envs", f"at least {offered}")
-    fine = config.num_steps % (config.bptt_horizon or 1) == 0
-    demand(fine, config, "bptt_horizon num_steps", "a divisor of num_steps")
+    horizon = config.bptt_horizon or config.num_steps
+    deals = config.num_steps % horizon == 0
+    demand(deals, config, "bptt_horizon num_steps", "a divisor of num_steps")
     core = make_core(config.rnn, config.hidden_size, config.s5_layers, config.s5_norm)
     network = ActorCritic(core)
     mazes = maze_names(config.eval_suite)
@@ -470,13 +467,15 @@ def make_train(config, devices=1):
         rng, rng_student = jax.random.split(rng)
         level = sample_levels(rng)
         stats = amaze.level_stats(level, config.max_steps)
-        fine = config.score != "oracle_regret" or "optimal_return" in stats
-        demand(fine, config, "score", "another: the environment knows no optimal return")
+        has_score = config.score != "oracle_regret" or "optimal_return" in stats
+        demand(has_score, config, "score", "another: the environment knows no optimal return")
         obs = jax.tree.map(lambda x: x[None, None], reset(level)[0])
         params = network.init(rng_student, core.initial_carry(1), obs, jnp.zeros((1, 1), bool))
         student = Agent(params, optimiser(0.0).init(params))  # whatever the learning rate
-        student = student._replace(mean=params if config.polyak_averaging else None)
-        slot = Buffer(level, amaze.level_code(level), False, 0.0, 0.0, 0.0, stats, 0, 0)
+        student = student._replace(average_params=params if config.polyak_averaging else None)
+        slot = Buffer(
+            level=level, code=amaze.level_code(level), scored=False, score=0.0, max_return=0.0,
+            mean_return=0.0, stats=stats, mutations=0, touched=0)  # fmt: skip
         free = lambda x: jnp.zeros((config.buffer_size, *jnp.shape(x)), jnp.result_type(x))
         buffer, zero = jax.tree.map(free, slot), jnp.zeros((), int)
         return RunnerState(rng, zero, zero, student, buffer)
@@ -528,23 +527,27 @@ def make_train(config, devices=1):
 
         def play_step(carry, noise):
             memory, obs, state, is_first = carry
-            before = memory if config.bptt_horizon else None
             memory, action, log_prob, value = act(params, memory, obs, is_first, noise)
             next_obs, state, reward, done = jax.vmap(partial(step, restart=True))(state, action)
-            transition = Transition(obs, is_first, action, log_prob, value, reward, done, before)
+            transition = Transition(obs, is_first, action, log_prob, value, reward, done)
             return (memory, next_obs, state, done), transition
+
+        def play_chunk(carry, noise):
+            memory = jax.tree.map(lambda x: x[None], carry[0])
+            carry, batch = jax.lax.scan(play_step, carry, noise)
+            return carry, batch._replace(memory=memory)
 
         number = noise.shape[1]  # of trajectories on this device
         carry = core.initial_carry(number), obs, state, jnp.ones(number, bool)
-        (memory, obs, _, is_first), batch = jax.lax.scan(play_step, carry, noise[:-1])
+        chunks = noise[:-1].reshape(-1, horizon, *noise.shape[1:])
+        (memory, obs, _, is_first), batch = jax.lax.scan(play_chunk, carry, chunks)
+        batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)  # [T, B, ...]
         last_value = act(params, memory, obs, is_first, noise[-1])[3]
         return whole(batch, axis=1), whole(last_value, axis=0)
 
     def loss(params, batch, advantage, target):
         """PPO's clipped objective (1707.06347, eq. 7 and 9); the value's likewise: clip_vloss."""
-        carry = core.initial_carry(advantage.shape[1])
-        if batch.memory is not None:
-            carry = jax.tree.map(lambda x: x[0], batch.memory)
+        carry = jax.tree.map(lambda x: x[0], batch.memory)
         _, policy, value = network.apply(params, carry, batch.obs, batch.is_first)
         log_ratio = policy.log_prob(batch.action) - batch.log_prob
         ratio = jnp.exp(log_ratio)
@@ -560,27 +563,28 @@ def make_train(config, devices=1):
             "approx_kl": (ratio - 1 - log_ratio).mean(),
             "clip_fraction": (jnp.abs(ratio - 1) > config.clip_eps).mean(),
         }
-        total = metrics["policy_loss"] + config.vf_coef * metrics["value_loss"]
-        total -= config.ent_coef * metrics["entropy"]
-        return total, metrics | {"total_loss": total}
+        total_loss = metrics["policy_loss"] + config.vf_coef * metrics["value_loss"]
+        total_loss -= config.ent_coef * metrics["entropy"]
+        return total_loss, metrics | {"total_loss": total_loss}
 
     def learn(rng, student, lr, batch, last_value):
         """update_epochs passes of PPO over the batch [T, B] -> student, metrics."""
         advantage = gae(batch, last_value, config.gamma, config.gae_lambda)
         target = advantage + batch.value
-        if batch.memory is not None:  # chunks of time are trajectories: [horizon, chunks * B, ...]
-            horizon = config.bptt_horizon
-            chunks = lambda x: x.reshape(-1, horizon, *x.shape[1:]).swapaxes(0, 1)
-            chop = lambda x: chunks(x).reshape(horizon, -1, *x.shape[2:])
-            batch, advantage, target = jax.tree.map(chop, (batch, advantage, target))
+        # chunks of time are trajectories: [horizon, chunks * B, ...]; memory [1, chunks * B, ...]
+        chunks = len(advantage) // horizon
+        split = lambda x: x.reshape(chunks, -1, *x.shape[1:]).swapaxes(0, 1)
+        chop = lambda x: split(x).reshape(len(x) // chunks, -1, *x.shape[2:])
+        batch, advantage, target = jax.tree.map(chop, (batch, advantage, target))
 
         def minibatch(student, columns):
             mean, std = advantage[:, columns].mean(), advantage[:, columns].std()
             data = batch, (advantage - mean) / (std + 1e-5), target
             data = jax.tree.map(lambda x: x[:, my_part(columns)], data)
             grads, metrics = average(jax.grad(loss, has_aux=True)(student.params, *data))
-            updates, opt_state = optimiser(lr).update(grads, student.opt_state, student.params)
-            student = Agent(optax.apply_updates(student.params, updates), opt_state, student.mean)
+            changes, opt_state = optimiser(lr).update(grads, student.opt_state, student.params)
+            params = optax.apply_updates(student.params, changes)
+            student = student._replace(params=params, opt_state=opt_state)
             norms = {"grad_norm": grads, "param_norm": student.params}
             return student, metrics | {k: optax.global_norm(x) for k, x in norms.items()}
 
@@ -588,10 +592,11 @@ def make_train(config, devices=1):
         order = jax.vmap(lambda rng: jax.random.permutation(rng, advantage.shape[1]))(rngs)
         order = order.reshape(config.update_epochs * config.num_minibatches, -1)
         student, metrics = jax.lax.scan(minibatch, student, order)
-        if student.mean is not None:  # of about the last quarter of updates: 1212.1824, section 4
-            updates = optax.tree_utils.tree_get(student.opt_state, "count") / len(order)
-            mean = optax.incremental_update(student.params, student.mean, 4 / (updates + 3))
-            student = student._replace(mean=mean)
+        if student.average_params is not None:  # of late PPO updates: 1212.1824, section 4
+            ppo_updates = optax.tree_utils.tree_get(student.opt_state, "count") / len(order)
+            new, old = student.params, student.average_params
+            average_params = optax.incremental_update(new, old, 4 / (ppo_updates + 3))
+            student = student._replace(average_params=average_params)
         metrics["explained_variance"] = 1 - advantage.var() / jnp.maximum(target.var(), 1e-8)
         # in metrics NaN means that nothing was measured; what is not finite is inf
         finite = lambda x: jnp.where(jnp.isfinite(x), x, jnp.inf)
@@ -602,26 +607,30 @@ def make_train(config, devices=1):
         obs, state = jax.vmap(reset)(levels, *rules)
         number = len(jax.tree.leaves(levels)[0])
 
-        def play_step(carry):
-            t, memory, obs, state, playing, total, length = carry
+        def play_step(t, memory, obs, state, playing, returns, lengths):
             noise = jax.random.gumbel(jax.random.fold_in(rng, t), (number, amaze.NUM_ACTIONS))
             is_first = jnp.full(number, t == 0)
             memory, action, _, _ = act(params, memory, obs, is_first, noise)
             obs, state, reward, done = jax.vmap(step)(state, action)
-            total, length = total + reward * playing, length + playing
-            return t + 1, memory, obs, state, playing & ~done, total, length
+            returns, lengths = returns + reward * playing, lengths + playing
+            episodes = dict(playing=playing & ~done, returns=returns, lengths=lengths)
+            return dict(t=t + 1, memory=memory, obs=obs, state=state) | episodes
 
-        memory, playing = core.initial_carry(number), jnp.ones(number, bool)
-        carry = (0, memory, obs, state, playing, jnp.zeros(number), jnp.zeros(number, int))
-        return jax.lax.while_loop(lambda carry: carry[4].any(), play_step, carry)[5:]
+        carry = dict(t=0, memory=core.initial_carry(number), obs=obs, state=state)
+        zeros = dict(returns=jnp.zeros(number), lengths=jnp.zeros(number, int))
+        carry |= zeros | dict(playing=jnp.ones(number, bool))
+        unfinished = lambda carry: carry["playing"].any()
+        carry = jax.lax.while_loop(unfinished, lambda carry: play_step(**carry), carry)
+        return carry["returns"], carry["lengths"]
 
     def evaluate(rng, student):
         """The student, and its solve rate and return on each test maze, and their means."""
         rng_mazes, rng_play = jax.random.split(rng)
         levels = amaze.sample_mazes(rng_mazes, mazes, config.eval_episodes)
-        params = student.params if student.mean is None else student.mean
-        total = play(rng_play, params, *levels)[0].reshape(len(mazes), -1)
-        scores = {"eval_solve_rate": amaze.solved(total).mean(1), "eval_return": total.mean(1)}
+        params = student.average_params or student.params
+        returns = play(rng_play, params, *levels)[0].reshape(len(mazes), -1)
+        solve_rate = amaze.solved(returns).mean(1)
+        scores = {"eval_solve_rate": solve_rate, "eval_return": returns.mean(1)}
         each = {f"{k}/{m}": x[i] for k, x in scores.items() for i, m in enumerate(mazes)}
         return student, each | {name: score.mean() for name, score in scores.items()}
 
@@ -630,7 +639,7 @@ def make_train(config, devices=1):
         shapes = jax.eval_shape(function, rng, state, *args)[1]
         return state, jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), shapes)
 
-    strength = config.temperature, config.staleness_coef
+    prioritisation = config.temperature, config.staleness_coef
 
     def sample_fresh(rng, state):
         """N random levels, without mutations."""
@@ -639,7 +648,7 @@ def make_train(config, devices=1):
     def sample_replay(rng, state):
         """N levels drawn from the buffer with replacement, and their numbers of mutations; fresh
         ones for free slots: from a buffer that is still empty, because no episode has ended."""
-        probability = replay_probabilities(state.buffer, state.step, *strength)
+        probability = replay_probabilities(state.buffer, state.cycles, *prioritisation)
         slot = jax.random.choice(rng, config.buffer_size, (config.num_envs,), p=probability)
         drawn = jax.tree.map(lambda x: x[slot], (state.buffer.level, state.buffer.mutations))
         choose = partial(jax.vmap(jnp.where), state.buffer.scored[slot])
@@ -651,18 +660,20 @@ def make_train(config, devices=1):
         code = jax.vmap(amaze.level_code)(levels)
         slot = find(state.buffer, code)
         advantage = gae(batch, last_value, config.gamma, config.gae_lambda)
-        seen = state.buffer.max_return.at[slot].get(mode="fill", fill_value=-jnp.inf)
+        best_before = state.buffer.max_return.at[slot].get(mode="fill", fill_value=-jnp.inf)
         copies = (code[:, None] == code).all(-1)
-        best = stats.get("optimal_return", jnp.nan)  # which has no oracle regret
-        outcomes = level_outcomes(batch, advantage, seen, copies, best)
+        optimum = stats.get("optimal_return", jnp.nan)  # which has no oracle regret
+        outcomes = level_outcomes(batch, advantage, best_before, copies, optimum)
         episodes, mean_return, max_return, scores = outcomes
-        entries = episodes > 0, scores[config.score], max_return, mean_return, stats
-        touched = jnp.full(len(code), state.step)
-        return Buffer(levels, code, *entries, mutations, touched), slot
+        entries = Buffer(
+            level=levels, code=code, scored=episodes > 0, score=scores[config.score],
+            max_return=max_return, mean_return=mean_return, stats=stats, mutations=mutations,
+            touched=jnp.full(len(code), state.cycles))  # fmt: skip
+        return entries, slot
 
     def buffer_stats(buffer, now):
         """Means over the taken slots, and means weighted by P."""
-        probability = replay_probabilities(buffer, now, *strength)
+        probability = replay_probabilities(buffer, now, *prioritisation)
         stats = buffer.stats | {"score": buffer.score, "age": now - buffer.touched}
         if "optimal_return" in stats:
             stats["regret"] = stats["optimal_return"] - buffer.mean_return
@@ -679,15 +690,15 @@ def make_train(config, devices=1):
 
     def cycle_rngs(state):
         """The keys of a cycle: of fresh and replayed levels, rollout, learning, evaluation."""
-        return jax.random.split(jax.random.fold_in(state.rng, state.step), 5)
+        return jax.random.split(jax.random.fold_in(state.rng, state.cycles), 5)
 
     def cycle(state, _):
         rng_fresh, rng_choice, rng_rollout, rng_learn, rng_eval = cycle_rngs(state)
-        cycles = state.step + 1  # with this one
-        lr = config.lr * (1 - state.step / config.num_updates if config.anneal_lr else 1.0)
+        cycles = state.cycles + 1  # with this one
+        lr = config.lr * (1 - state.cycles / config.num_updates if config.anneal_lr else 1.0)
 
         # 1. CHOOSE LEVELS
-        replay = replays(state.step)
+        replay = replays(state.cycles)
         choice = jax.lax.cond(replay, sample_replay, sample_fresh, rng_choice, state)
         if config.parallel:  # [N fresh | N replayed; also fresh while the buffer is cold]
             choice = sample_fresh(rng_fresh, state), choice
@@ -704,7 +715,7 @@ def make_train(config, devices=1):
         entries, slot = score(state, levels, mutations, batch, last_value)
 
         # 4. WRITE THE BUFFER
-        buffer = write_buffer(state.buffer, entries, slot, state.step, *strength)
+        buffer = write_buffer(state.buffer, entries, slot, state.cycles, *prioritisation)
 
         # 5. LEARN
         learns = replay | (not config.robust)
@@ -723,26 +734,23 @@ def make_train(config, devices=1):
             stats = means(entries.stats, where)
             stats |= episode_stats(*episode, jnp.repeat(where, config.num_evals))
             metrics |= {f"{name}_{key}": x for key, x in stats.items()}
-        learned = learns & (block == replay_block)
-        if "solvable" in entries.stats:
-            metrics["unsolvable_share"] = jnp.mean(~entries.stats["solvable"], where=learned)
         metrics |= buffer_stats(buffer, cycles)
         if config.eval_interval:
             due = (cycles % config.eval_interval == 0) | (cycles == config.num_updates)
             metrics |= jax.lax.cond(due, evaluate, partial(skip, evaluate), rng_eval, student)[1]
-        state = state.replace(step=cycles, grad_updates=grad_updates)
+        state = state.replace(cycles=cycles, grad_updates=grad_updates)
         return state.replace(student=student, buffer=buffer), metrics
 
-    def update(state, steps):
-        """-> RunnerState after that many cycles, metrics: name -> [steps]."""
-        return jax.lax.scan(cycle, state, None, length=steps)
+    def update(state, cycles):
+        """-> RunnerState after that many cycles, metrics: name -> [cycles]."""
+        return jax.lax.scan(cycle, state, None, length=cycles)
 
     def show(state):
         """Random levels, and those of the buffer that are replayed most."""
-        probability = replay_probabilities(state.buffer, state.step, *strength)
+        probability = replay_probabilities(state.buffer, state.cycles, *prioritisation)
         top = jnp.argsort(-probability)[: config.num_envs]
         best = jax.tree.map(lambda x: x[top], state.buffer)
-        captions = {"score": best.score, "age": state.step - best.touched, "P": probability[top]}
+        captions = {"score": best.score, "age": state.cycles - best.touched, "P": probability[top]}
         fresh = sample_fresh(cycle_rngs(state)[0 if config.parallel else 1], state)[0]
         best = best.level, captions
         return {"fresh": (fresh, level_stats(fresh)), "most probable of the buffer": best}
@@ -753,6 +761,7 @@ def make_train(config, devices=1):
     train.init, train.update, train.show = init, update, show
     train.act, train.initial_carry = act, core.initial_carry
     train.reset, train.step = reset, step
+    train.parts = locals()  # for tests
     return train
 
 
@@ -760,72 +769,115 @@ def make_train(config, devices=1):
 # The same in each file. One program trains all rows (a seed, swept values); states are [R, ...].
 
 SCRIPT = Path(__file__).name
-FLOATS = [f.name for f in fields(Config) if f.type in (float, float | None)]
-maze_names = lambda suite: amaze.SUITES.get(suite) or [*dict.fromkeys(suite.split(","))]
-CACHE = "\n--FIELD: True, --no-FIELD: False. Compiled programs are in ~/.cache/amaze: delete freely"
-CURVES = "train_solve_rate", "eval_solve_rate"  # what curves.png and the progress bar show
-CLEANRL = {"learning_rate": "lr", "total_timesteps": "num_updates", "clip_coef": "clip_eps"}
-gather = partial(multihost_utils.process_allgather, tiled=True)  # whole, in each process
-ALLOWED = {  # of a field or a teacher_field
-    "at least 0": (lambda v: v >= 0, """lr ent_coef vf_coef n_walls num_edits eval_interval seed
-        archive_interval plot_interval devices seeds_at_once sweep_random candidate_steps
-        bptt_horizon"""),
-    "at least 1": (lambda v: v >= 1, """num_updates num_envs num_evals num_steps update_epochs seeds
-        num_minibatches hidden_size s5_layers max_steps eval_episodes log_interval num_students
-        checkpoint_interval buffer_size filters score_interval candidates_at_once"""),
-    "from 2 to 128": (lambda v: 2 <= v <= 128, "height width candidate_evals"),
-    "above 0": (lambda v: v > 0, "clip_eps max_grad_norm temperature"),
-    "from 0 to 1": (lambda v: 0 <= v <= 1, "gamma gae_lambda replay_prob staleness_coef min_fill"),
-    "what is installed: pip install wandb, pip install trackio":
-        (lambda v: not v or importlib.util.find_spec(v), "track"),
-    f"a suite ({', '.join(amaze.SUITES)}) or mazes ({', '.join(amaze.TEST_MAZES)})":
-        (lambda v: {*maze_names(v)} <= {*amaze.TEST_MAZES}, "eval_suite"),
-}  # fmt: skip
-FREE = """resume out devices shard seeds_at_once distributed track checkpoint_interval
-    archive_interval plot_interval""".split()  # may differ when a run is resumed
-BadConfig = type("BadConfig", (ValueError,), {})  # one line: fields, values, what is allowed
+TYPES = get_type_hints(Config)  # field -> type
+FLOATS = [name for name, kind in TYPES.items() if kind is float]
+MAY_CHANGE = """resume out devices shard seeds_at_once distributed track checkpoint_interval
+    archive_interval plot_interval""".split()  # when a run is resumed
+OTHER_NAMES = {"learning_rate": "lr", "total_timesteps": "num_updates", "clip_coef": "clip_eps"}
+COUNTERS = ("grad_updates", "rollouts")  # metrics that logs.csv needs
+CURVES = ("train_solve_rate", "eval_solve_rate")  # what curves.png and the progress bar show
+HELP = f"""{", ".join(PRESETS)}: what a preset in {SCRIPT} has; other flags then change it.
+Compiled programs are kept in ~/.cache/amaze: delete it freely."""
+gather = partial(multihost_utils.process_allgather, tiled=True)  # whole arrays, in each process
+maze_names = lambda suite: amaze.SUITES.get(suite) or list(dict.fromkeys(suite.split(",")))
+NUMBER = (int, float, np.integer, np.floating, jax.Array)
+is_installed = lambda tracker: tracker == "" or importlib.util.find_spec(tracker) is not None
+TYPE_RULES = {  # bool is an int too
+    bool: ("True or False", lambda x: isinstance(x, bool | np.bool_)),
+    int: ("an int", lambda x: isinstance(x, int | np.integer) and type(x) is not bool),
+    float: ("a number", lambda x: isinstance(x, NUMBER) and type(x) is not bool and not np.ndim(x)),
+    str: ("a string", lambda x: isinstance(x, str)),
+    tuple[str, ...]: (
+        "a tuple of strings",
+        lambda x: type(x) is tuple and {*map(type, x)} <= {str},
+    ),
+}
+RULES = (  # what is allowed, its test, in which fields and teacher_fields
+    ("at least 0", lambda x: x >= 0, """lr ent_coef vf_coef bptt_horizon n_walls num_edits seed
+        eval_interval seeds_at_once sweep_random devices archive_interval plot_interval
+        candidate_steps"""),
+    ("at least 1", lambda x: x >= 1, """num_updates num_envs num_evals num_steps update_epochs
+        num_minibatches hidden_size s5_layers max_steps num_students filters buffer_size seeds
+        score_interval candidates_at_once eval_episodes log_interval checkpoint_interval"""),
+    ("from 2 to 128", lambda x: 2 <= x <= 128, "height width candidate_evals"),
+    ("above 0", lambda x: x > 0, "clip_eps max_grad_norm temperature"),
+    ("from 0 to 1", lambda x: 0 <= x <= 1, "gamma gae_lambda replay_prob staleness_coef min_fill"),
+    ("what is installed: pip install wandb, pip install trackio", is_installed, "track"),
+    (f"a suite ({', '.join(amaze.SUITES)}) or mazes ({', '.join(amaze.TEST_MAZES)})",
+        lambda x: set(maze_names(x)) <= set(amaze.TEST_MAZES), "eval_suite"),
+)  # fmt: skip
 
 
-def demand(fine, config, names, allowed):
-    if not fine:
+class BadConfig(ValueError):
+    """One line: the fields, their values, what is allowed."""
+
+
+def demand(condition, config, names, allowed):
+    """Refuse the values of these fields, unless the condition holds."""
+    if not condition:
         values = ", ".join(f"{name} = {getattr(config, name)!r}" for name in names.split())
         raise BadConfig(f"{values}: allowed is {allowed}")
 
 
 def check(config):
-    """Refuse the first value that is not allowed; traced floats pass."""
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if get_origin(f.type) is Literal:
-            demand(value in get_args(f.type), config, f.name, " | ".join(get_args(f.type)))
-        if f.type in (int, int | None):
-            demand(isinstance(value, int) and abs(value) < 2**31, config, f.name, "a 32-bit int")
-        for allowed, (test, names) in ALLOWED.items():
-            if f.name.removeprefix("teacher_") in names.split():
-                demand(isinstance(value, jax.Array) or test(value), config, f.name, allowed)
+    """Refuse the first value of a wrong type or size. NumPy's scalars are the numbers that they
+    are; a float may be traced."""
+    for name, kind in TYPES.items():
+        value = getattr(config, name)
+        if isinstance(value, jax.core.Tracer):
+            demand(kind is float, config, name, "static: one program for each value")
+            continue
+        if get_origin(kind) is Literal:
+            allowed = " | ".join(get_args(kind))
+            demand(type(value) is str and value in get_args(kind), config, name, allowed)
+        elif kind in TYPE_RULES:
+            allowed, test = TYPE_RULES[kind]
+            demand(test(value), config, name, allowed)
+        if isinstance(value, jax.Array):
+            value = np.asarray(value)  # inside jit a comparison of it would be traced
+        demand(kind is not int or abs(value) < 2**31, config, name, "a 32-bit int")
+        for allowed, test, names in RULES:
+            if name.removeprefix("teacher_") in names.split():
+                demand(test(value), config, name, allowed)
+
+
+def read_sweep(text):
+    """log:0.01:0.1:8 -> values, the ends of their range; 0.1,0.2 -> values, None."""
+    if not text.startswith("log:"):
+        return [float(x) for x in text.split(",")], None
+    low, high, number = text.removeprefix("log:").split(":")
+    ends = float(low), float(high)
+    if not (0 < min(ends) and max(ends) < np.inf and int(number) > 0):
+        raise ValueError(text)
+    return np.geomspace(*ends, int(number)).tolist(), sorted(ends)
 
 
 def make_rows(config):
-    """The rows: a dict of seed and swept floats for each; every point of a sweep has all seeds."""
-    rng, swept, number = np.random.default_rng(abs(config.seed)), {}, config.sweep_random
-    demand(config.sweep or not number, config, "sweep_random", "0 without --sweep")
+    """The rows: a dict of seed and swept floats for each; every point of a sweep has all seeds.
+    Points are the grid, or sweep_random of them; of log: ranges any value."""
+    check(config)
+    grid, ranges = {}, {}
     for sweep in config.sweep:
         name, _, text = sweep.partition("=")
         allowed = f"NAME=..., NAME a float: {', '.join(FLOATS)}, each once; not {name!r} (else"
-        demand(name in {*FLOATS} - {*swept}, config, "sweep", f"{allowed} a run for each value)")
+        is_new = name in FLOATS and name not in grid
+        demand(is_new, config, "sweep", f"{allowed} a run for each value)")
         try:
-            if text.startswith("log:"):
-                low, high, steps = text[4:].split(":")
-                values = np.geomspace(float(low), float(high), int(steps))
-                drawn = np.exp(rng.uniform(*sorted(np.log([values[0], float(high)])), number))
-            else:
-                values = np.array(text.split(","), float)
-                drawn = rng.choice(values, number)
-        except (ValueError, ArithmeticError, IndexError):
-            demand(False, config, "sweep", f"{name}=0.1,0.2 or {name}=log:0.01:0.1:8, not {text!r}")
-        swept[name] = (drawn if number else values).tolist()
-    combine = zip if number else itertools.product
-    points = [dict(zip(swept, x)) for x in dict.fromkeys(combine(*swept.values()))]
+            grid[name], ranges[name] = read_sweep(text)
+        except ValueError:
+            allowed = f"{name}=0.1,0.2 or {name}=log:0.01:0.1:8, not {text!r}"
+            demand(False, config, "sweep", allowed)
+    rng, number = np.random.default_rng(config.seed), config.sweep_random
+    demand(grid or number == 0, config, "sweep_random", "0 without --sweep")
+    points = itertools.product(*grid.values())
+    if number > 0 and any(ranges.values()):
+        draw = lambda ends: np.exp(rng.uniform(*np.log(ends), number))
+        drawn = [draw(ranges[x]) if ranges[x] else rng.choice(grid[x], number) for x in grid]
+        points = np.transpose(drawn).tolist()
+    points = list(dict.fromkeys(map(tuple, points)))
+    if 0 < number < len(points):
+        points = [points[i] for i in rng.permutation(len(points))[:number]]
+    points = [dict(zip(grid, point)) for point in points]
     for point in points:
         check(replace(config, **point))
     return [{"seed": config.seed + i} | point for point in points for i in range(config.seeds)]
@@ -833,35 +885,44 @@ def make_rows(config):
 
 def choose_devices(config, num_rows):
     """The devices to use, as many as deal evenly, and what is dealt over them: seeds or levels."""
-    here, (n, m) = jax.devices(), (config.num_envs, config.num_minibatches)
-    parts = {"seeds": num_rows, "levels": math.gcd(n * config.num_evals // m, n // m)}
-    counts = range(1, len(here) + 1) if jax.process_count() == 1 else [len(here)]
-    counts = [i for i in counts if config.devices in (0, i)]
-    deal = lambda shard: max((i for i in counts if parts[shard] % i == 0), default=0)
-    shard = config.shard or max(parts, key=deal)
+    here = jax.devices()
+    levels = config.num_envs // config.num_minibatches
+    trajectories = config.num_envs * config.num_evals // config.num_minibatches
+    parts = {"seeds": num_rows, "levels": math.gcd(trajectories, levels)}
+    numbers = range(1, len(here) + 1) if jax.process_count() == 1 else [len(here)]
+    numbers = [n for n in numbers if config.devices in (0, n)]
+    most = lambda shard: max((n for n in numbers if parts[shard] % n == 0), default=0)
+    shard = config.shard or max(parts, key=most)
     allowed = "a divisor of {seeds} (seeds) or {levels} (levels), at most {}; --distributed: all"
-    demand(deal(shard) > 0, config, "devices", allowed.format(len(here), **parts))
-    return here[: deal(shard)], shard
+    demand(most(shard) > 0, config, "devices", allowed.format(len(here), **parts))
+    return here[: most(shard)], shard
 
 
 def make_programs(config, num_rows, devices, shard):
-    """Of all rows init, update(steps), show: step, rows [R], states [R, ...] -> states, shown."""
-    shares, spec = (len(devices), P()) if shard == "levels" else (1, P("devices"))
+    """Of all rows init, update(n), show: cycles, rows [R], states [R, ...] -> states, shown."""
+    split = shard == "levels"  # each device has all rows, and a part of their levels
+    spec = P() if split else P("devices")
     sharding = NamedSharding(Mesh(devices, ("devices",)), spec)
-    here = num_rows * shares // len(devices)  # rows on a device
+    here = num_rows if split else num_rows // len(devices)  # rows on a device
     at_once = min(config.seeds_at_once or here, here)
     demand(here % at_once == 0, config, "seeds_at_once", f"a divisor of {here}")
-    at_once = None if devices[0].platform == "cpu" else at_once  # there rows are faster in turn
+    if devices[0].platform == "cpu":
+        at_once = None  # there rows are faster in turn
 
     def program(function, **options):
-        def of_row(step, row, state):
-            train = make_train(replace(config, **{k: row[k] for k in row if k != "seed"}), shares)
-            if state is not None:  # step is the same for all rows, so that lax.cond stays a branch
-                state = state.replace(step=step, rng=jax.random.wrap_key_data(state.rng))
+        def of_row(cycles, row, state):
+            swept = {name: value for name, value in row.items() if name != "seed"}
+            train = make_train(replace(config, **swept), len(devices) if split else 1)
+            if state is not None:  # cycles are the same for all rows: lax.cond stays a branch
+                state = state.replace(cycles=cycles, rng=jax.random.wrap_key_data(state.rng))
             state, shown = function(train, row["seed"], state)
-            return state and state.replace(step=None, rng=jax.random.key_data(state.rng)), shown
+            if state is not None:
+                state = state.replace(cycles=None, rng=jax.random.key_data(state.rng))
+            return state, shown
 
-        of_rows = lambda step, *x: jax.lax.map(lambda x: of_row(step, *x), x, batch_size=at_once)
+        def of_rows(cycles, *inputs):
+            return jax.lax.map(lambda x: of_row(cycles, *x), inputs, batch_size=at_once)
+
         specs = dict(in_specs=(P(), spec, spec), out_specs=spec, check_vma=False)
         sharded = jax.shard_map(of_rows, mesh=sharding.mesh, **specs)
         return jax.jit(sharded, out_shardings=sharding, **options)
@@ -870,6 +931,12 @@ def make_programs(config, num_rows, devices, shard):
     show = program(lambda train, _, state: (None, train.show(state)))
     update = cache(lambda n: program(lambda train, _, x: train.update(x, n), donate_argnums=2))
     return init, update, show, sharding
+
+
+def say(line):
+    """Print above the progress bar, in the first process only."""
+    if jax.process_index() == 0:
+        tqdm.write(line)
 
 
 def write(path, save):
@@ -886,209 +953,336 @@ def write(path, save):
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
+def make_folder(config, folder):
+    """A run's folder with its config.json; one that holds something can only be resumed."""
+    is_free = not any(folder.glob("*"))
+    demand(config.resume or is_free, config, "out", "a new one, or --resume")
+    try:
+        (folder / "levels").mkdir(parents=True, exist_ok=config.resume)
+    except OSError as error:
+        demand(False, config, "out", f"a folder that can be made ({error.strerror})")
+    stored = {"script": SCRIPT} | asdict(replace(config, resume=False))
+    text = json.dumps(stored, indent=2, default=lambda number: number.item())
+    write(folder / "config.json", lambda file: file.write(text.encode()))
+
+
+def load_checkpoint(config, folder, metrics):
+    """What a run to resume has reached, and its states; of a new one nothing."""
+    last = {"cycles": 0, "seconds": 0.0, "log_bytes": 0, "state": None, "metrics": metrics}
+    path = folder / "checkpoint.msgpack"
+    if config.resume and path.exists():
+        last |= serialization.msgpack_restore(path.read_bytes())
+    other = ", ".join(sorted(set(metrics) ^ set(last["metrics"])))
+    allowed = f"with --resume, a run with the same metrics; not so: {other}"
+    demand(other == "", config, "out", allowed)
+    return last
+
+
+def save_checkpoint(path, log, reached, rows, state):
+    """States and what was reached; how long logs.csv is too, so that both agree after a crash."""
+    data = reached | serialization.to_state_dict({"rows": rows, "state": gather(state)})
+    if jax.process_index() == 0:
+        os.fsync(log.fileno())  # before the checkpoint that counts on it
+        data["log_bytes"] = log.tell()
+        write(path, lambda file: file.write(serialization.msgpack_serialize(data)))
+
+
+def open_log(folder, log_bytes):
+    """logs.csv, cut to what the checkpoint knows of; processes but the first write nothing."""
+    path = folder / "logs.csv" if jax.process_index() == 0 else Path(os.devnull)
+    if path.is_file():
+        os.truncate(path, log_bytes)
+    return open(path, "a", buffering=1, newline="")
+
+
+def log_cell(values):
+    """The mean of what was measured; blank: nothing was, nan: not finite."""
+    measured = values[~np.isnan(values)]
+    if measured.size == 0:
+        return ""
+    return f"{measured.mean(dtype=float):.7g}" if np.isfinite(measured).all() else "nan"
+
+
+def log_row(config, row, metrics, cycle, seconds):
+    """A training's line of logs.csv after a chunk of cycles; metrics {name: [cycles]}."""
+    learned, rollouts = (int(metrics[name][-1]) for name in COUNTERS)
+    steps = rollouts * config.num_envs * config.num_evals * config.num_steps
+    counters = {"update": cycle, "grad_updates": learned, "env_steps": steps}
+    cells = {name: log_cell(x) for name, x in metrics.items() if name not in COUNTERS}
+    return counters | row | {"seconds": f"{seconds:.1f}"} | cells | row
+
+
+def write_log(log, trackers, lines):
+    """The lines, one for each row, to logs.csv and to the trackers."""
+    writer = csv.DictWriter(log, lines[0])
+    if log.tell() == 0:
+        writer.writeheader()
+    writer.writerows(lines)
+    for tracker, line in zip(trackers, lines):
+        numbers = {name: float(x) for name, x in line.items() if x != ""}
+        tracker.log(numbers, step=line["update"])
+
+
+def start_trackers(config, rows, folder):
+    """A run of wandb or trackio for each row, in one group."""
+    if config.track == "" or jax.process_index() > 0:
+        return []
+    about = {"project": os.environ.get("WANDB_PROJECT", SCRIPT), "group": folder.name}
+    if config.track == "wandb":
+        about |= {"reinit": "create_new", "dir": folder}
+    name, trackers = os.environ.get("WANDB_NAME", folder.name), []
+    for i, row in enumerate(rows):
+        about |= {"name": f"{name}-{i}", "config": asdict(config) | row}
+        trackers.append(importlib.import_module(config.track).init(**about))
+    return trackers
+
+
 def plot_curves(folder, swept):
     """curves.png from logs.csv: mean and spread over the seeds of each point of a sweep."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     table = list(csv.DictReader((folder / "logs.csv").read_text().splitlines()))
     for axis, column in zip(figure.subplots(1, 2), CURVES):
-        curves = {}
-        for row in (row for row in table if row.get(column)):
-            curve = curves.setdefault(", ".join(f"{k} {float(row[k]):.6g}" for k in swept), {})
-            curve.setdefault(row["update"], []).append((int(row["env_steps"]), float(row[column])))
+        curves = {}  # point -> update -> [steps, value] of each seed
+        for row in table:
+            if row.get(column):
+                point = ", ".join(f"{name} {float(row[name]):.6g}" for name in swept)
+                seeds = curves.setdefault(point, {}).setdefault(row["update"], [])
+                seeds.append([int(row["env_steps"]), float(row[column])])
         for point, curve in curves.items():
-            mean, std = (np.array([f(x, 0) for x in curve.values()]).T for f in (np.mean, np.std))
-            axis.plot(*mean, label=point)  # steps differ between seeds where episodes are counted
-            axis.fill_between(mean[0], mean[1] - std[1], mean[1] + std[1], alpha=0.2)
+            # steps differ between seeds where episodes are counted
+            steps, mean = np.transpose([np.mean(seeds, axis=0) for seeds in curve.values()])
+            std = np.array([np.std(seeds, axis=0)[1] for seeds in curve.values()])
+            axis.plot(steps, mean, label=point)
+            axis.fill_between(steps, mean - std, mean + std, alpha=0.2)
         axis.set(xlabel="env steps", title=column, ylim=(0, 1))
-        swept and len(curves) <= 12 and axis.legend(fontsize="small")
+        if swept and len(curves) <= 12:
+            axis.legend(fontsize="small")
     write(folder / "curves.png", partial(figure.savefig, format="png"))
 
 
-def run(config, status=False):
-    """Train all rows, until a signal, in chunks of log_interval updates; between them logs,
-    checkpoints, pictures -> states [R, ...], metrics {name: [R, updates]}; or an exit status."""
-    rows, first = make_rows(config), jax.process_index() == 0
-    say = tqdm.write if first else lambda line: None  # above the progress bar
-    if config.fast and (getattr(config, "parallel", False) or not getattr(config, "robust", True)):
-        say("--fast was tuned for the serial, robust mode, not for this one")
+def draw(folder, levels, cycle, swept):
+    """The pictures: levels [R, ...] of the first row, and learning curves."""
+    levels = jax.tree.map(lambda x: x[0], gather(levels))
+    if jax.process_index() == 0:
+        figure = amaze.plot_levels(levels)
+        write(folder / f"levels/update_{cycle}.png", partial(figure.savefig, format="png"))
+        plot_curves(folder, swept)
+
+
+@contextmanager
+def catch_signals():
+    """A list that gets the first SIGINT or SIGTERM; a second one does what it did before."""
+    caught, restore = [], ExitStack()
+
+    def note(number, _):
+        caught.append(number)
+        restore.close()
+
+    with restore:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            restore.callback(signal.signal, number, signal.signal(number, note))
+        yield caught
+
+
+def compile_update(update, cycles, *inputs):
+    started = time.monotonic()
+    program = update(cycles).lower(*inputs).compile()
+    say(f"compiled {cycles} cycles in {time.monotonic() - started:.1f} s")
+    return program
+
+
+def say_diverged(rows, metrics, cycle, diverged):
+    """Name the trainings whose metrics {name: [R, cycles]} were not finite, each once."""
+    infinite = np.any([np.isinf(x) for x in metrics.values()], axis=0)  # [R, cycles]
+    for i in set(np.flatnonzero(infinite.any(axis=1))) - diverged:
+        say(f"diverged at cycle {cycle + infinite[i].argmax() + 1}: {rows[i]}")
+        diverged.add(i)
+    if len(diverged) == len(rows):
+        last = cycle + infinite.shape[1]
+        raise FloatingPointError(f"all trainings have diverged by cycle {last}")
+
+
+def say_end(config, folder, cycle, seconds):
+    script = sys.argv[0] if __name__ == "__main__" else SCRIPT
+    if cycle < config.num_updates:
+        say(f"stopped at cycle {cycle}; to go on: python {script} --resume --out {folder}")
+    else:
+        say(f"done: {seconds:.0f} s; next: python evaluate.py {folder} --script {script}")
+
+
+def run(config, keep_metrics=True, stopped_by=None):
+    """Train all rows in chunks of log_interval cycles; between them logs, checkpoints, pictures.
+
+    -> states [R, ...], metrics {name: [R, cycles]} of this call's cycles, {} if they are not kept.
+    A signal ends it after a chunk; its number goes into the list stopped_by, if there is one."""
+    rows = make_rows(config)
     devices, shard = choose_devices(config, len(rows))
     init, update, show, sharding = make_programs(config, len(rows), devices, shard)
-    table = jax.device_put({k: np.array([row[k] for row in rows]) for k in rows[0]}, sharding)
+    table = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    table = jax.device_put(table, sharding)
     state = jax.eval_shape(init, 0, table, None)[0]
-    metrics = jax.eval_shape(update(config.log_interval), 0, table, state)[1]
-    for name in {"grad_updates", "rollouts"} - metrics.keys():
+    metrics = list(jax.eval_shape(update(1), 0, table, state)[1])
+    for name in set(COUNTERS) - set(metrics):
         raise BadConfig(f"make_train's metrics: {name} is missing, which logs.csv needs")
     names = (Path(f"runs/{Path(SCRIPT).stem}-{i}") for i in itertools.count(1))
     folder = Path(config.out or next(name for name in names if not name.exists()))
-    last = {"step": 0, "seconds": 0.0, "log_bytes": 0, "state": None, "metrics": list(metrics)}
-    if config.resume and (folder / "checkpoint.msgpack").exists():
-        last |= serialization.msgpack_restore((folder / "checkpoint.msgpack").read_bytes())
-    other = ", ".join(sorted({*metrics} ^ {*last["metrics"]}))
-    demand(not other, config, "out", f"with --resume, a run with the same metrics; not so: {other}")
-    if first:
-        demand(config.resume or not any(folder.glob("*")), config, "out", "a new one, or --resume")
-        try:
-            (folder / "levels").mkdir(parents=True, exist_ok=config.resume)
-        except OSError as error:
-            demand(False, config, "out", f"a folder that can be made ({error.strerror})")
-        stored = json.dumps({"script": SCRIPT} | asdict(replace(config, resume=False)), indent=2)
-        write(folder / "config.json", lambda file: file.write(stored.encode()))
-    step, seconds, saved, chunks = last["step"], last["seconds"], last["state"], []
-    saved = saved and serialization.from_state_dict(state, saved)
-    state = jax.device_put(saved or init(0, table, None)[0], sharding)
-    stop, ended, undo, trackers, diverged, programs, shown = [], 0, ExitStack(), [], set(), {}, {}
-    for i, row in enumerate(rows if config.track and first else []):
-        about = dict(reinit="create_new", dir=folder) if config.track == "wandb" else {}
-        about |= dict(group=folder.name, name=f"{os.environ.get('WANDB_NAME', folder.name)}-{i}")
-        about |= dict(project=os.environ.get("WANDB_PROJECT", SCRIPT), config=asdict(config) | row)
-        trackers.append(importlib.import_module(config.track).init(**about))
-    if first and (folder / "logs.csv").exists():  # nothing can be refused any more
-        os.truncate(folder / "logs.csv", last["log_bytes"])
-    for number in (signal.SIGINT, signal.SIGTERM):  # a second one does what it did before
-        handler = signal.signal(number, lambda n, _: stop.append(n) or undo.close())
-        undo.callback(signal.signal, number, handler)
-    devices = f"{len(devices)} x {devices[0].device_kind}"
-    say(f"{folder}: {len(rows)} training(s) on {devices}, dealt by {shard}")
+    last = load_checkpoint(config, folder, metrics)
+    if jax.process_index() == 0:
+        make_folder(config, folder)
+    if last["state"] is None:
+        state = init(0, table, None)[0]
+    else:
+        state = serialization.from_state_dict(state, last["state"])
+    state = jax.device_put(state, sharding)
+    trackers = start_trackers(config, rows, folder)
+    where = f"{len(devices)} x {devices[0].device_kind}, dealt by {shard}"
+    say(f"{folder}: {len(rows)} training(s) on {where}")
+    cycle, seconds, stopped = last["cycles"], last["seconds"], 0
+    programs, shown, diverged, kept = {}, {}, set(), []
+    quiet = jax.process_index() > 0
+    bar = tqdm(initial=cycle, total=config.num_updates, unit="cycle", disable=quiet)
+    with open_log(folder, last["log_bytes"]) as log, bar, catch_signals() as caught:
+        while cycle < config.num_updates and stopped == 0:
+            before, to_row = cycle, config.log_interval - cycle % config.log_interval
+            cycles = min(to_row, config.num_updates - cycle)
+            if cycles not in programs:
+                programs[cycles] = compile_update(update, cycles, cycle, table, state)
+            started = time.monotonic()
+            state, chunk = jax.block_until_ready(programs[cycles](cycle, table, state))
+            seconds += time.monotonic() - started
+            cycle += cycles
+            chunk = gather(chunk)
+            stopped = int(gather(np.array([*caught, 0])[:1]).max())  # of any process
 
-    def save(path):
-        """A checkpoint; it notes how long logs.csv is, so that both agree after a crash."""
-        data = {"step": step, "seconds": seconds, "log_bytes": log.tell(), "metrics": list(metrics)}
-        data |= serialization.to_state_dict({"rows": rows, "state": gather(state)})
-        if first:
-            os.fsync(log.fileno())  # before the checkpoint that counts on it
-            write(path, lambda file: file.write(serialization.msgpack_serialize(data)))
-
-    bar = tqdm(initial=step, total=config.num_updates, unit="update", disable=not first)
-    with open(folder / "logs.csv" if first else os.devnull, "a", 1, newline="") as log, bar, undo:
-        while step < config.num_updates and not ended:
-            before, steps = step, min(config.log_interval, config.num_updates - step)
-            if steps not in programs:
-                started = time.time()
-                programs[steps] = update(steps).lower(step, table, state).compile()
-                say(f"compiled {steps} updates in {time.time() - started:.1f} s")
-            started = time.time()
-            state, chunk = jax.block_until_ready(programs[steps](step, table, state))
-            step, seconds, chunk = step + steps, seconds + time.time() - started, gather(chunk)
-            ended = int(gather(np.array([stop[0] if stop else 0])).max())  # by a signal to anyone
-            lines, chunks = [], [] if status else [*chunks, chunk]
-            for i, row in enumerate(rows):  # means over the chunk; blank: NaN, nan: not finite
-                values = {name: x[i][~np.isnan(x[i])] for name, x in chunk.items()}
-                learned, played = (int(values.pop(x)[-1]) for x in ("grad_updates", "rollouts"))
-                played *= config.num_envs * config.num_evals * config.num_steps
-                mean = lambda x: f"{x.mean(dtype=float):.7g}" if np.isfinite(x).all() else "nan"
-                means = {name: mean(x) if x.size else "" for name, x in values.items()}
-                counters = {"update": step, "grad_updates": learned, "env_steps": played}
-                lines.append(counters | row | {"seconds": f"{seconds:.1f}"} | means | row)
-            writer = csv.DictWriter(log, lines[0])
-            log.tell() or writer.writeheader()
-            writer.writerows(lines)
-            for tracker, line in zip(trackers, lines):
-                tracker.log({name: float(x) for name, x in line.items() if x != ""}, step=step)
+            of_row = [{name: x[i] for name, x in chunk.items()} for i in range(len(rows))]
+            lines = [log_row(config, *x, cycle, seconds) for x in zip(rows, of_row)]
+            write_log(log, trackers, lines)
             shown |= {name: lines[0][name] for name in CURVES if lines[0].get(name)}
             bar.set_postfix(shown, refresh=False)
-            bar.update(steps)
-            infinite = np.any([np.isinf(x) for x in chunk.values()], axis=0)  # [R, steps]
-            for i in {*np.flatnonzero(infinite.any(1))} - diverged:
-                say(f"diverged at update {before + infinite[i].argmax() + 1}: {rows[i]}")
-                diverged.add(i)
-            if len(diverged) == len(rows):
-                raise FloatingPointError(f"all trainings have diverged by update {step}")
-            ends = ended or step == config.num_updates
-            due = lambda interval: interval and step // interval > before // interval
+            bar.update(cycles)
+            if keep_metrics:
+                kept.append(chunk)
+            say_diverged(rows, chunk, before, diverged)
+            due = lambda interval: interval > 0 and cycle // interval > before // interval
+            ends = stopped > 0 or cycle == config.num_updates
             if ends or due(config.plot_interval):
-                levels = jax.tree.map(lambda x: x[0], gather(show(step, table, state)[1]))
-                if first:
-                    drawn = partial(amaze.plot_levels(levels).savefig, format="png")
-                    write(folder / f"levels/update_{step}.png", drawn)
-                    plot_curves(folder, list(rows[0])[1:])
+                draw(folder, show(cycle, table, state)[1], cycle, list(rows[0])[1:])
+            reached = {"cycles": cycle, "seconds": seconds, "metrics": metrics}
             if due(config.archive_interval):
-                save(folder / f"checkpoint_{step}.msgpack")
+                save_checkpoint(folder / f"checkpoint_{cycle}.msgpack", log, reached, rows, state)
             if ends or due(config.checkpoint_interval):  # last: what comes before is made again
-                save(folder / "checkpoint.msgpack")
-    script, stopped = sys.argv[0] if status else SCRIPT, step < config.num_updates
-    go_on = f"stopped at update {step}; to go on: python {script} --resume --out {folder}"
-    look = f"done: {seconds:.0f} s; next: python evaluate.py {folder} --script {script}"
-    say(go_on if stopped else look)
-    state = state.replace(step=jnp.full(len(rows), step), rng=jax.random.wrap_key_data(state.rng))
-    metrics = {name: np.concatenate([x[name] for x in chunks], 1) for name in chunks and metrics}
-    return (128 + ended) * stopped if status else (state, metrics)
+                save_checkpoint(folder / "checkpoint.msgpack", log, reached, rows, state)
+    say_end(config, folder, cycle, seconds)
+    if stopped > 0 and stopped_by is not None:
+        stopped_by.append(stopped)
+    rng, names = jax.random.wrap_key_data(state.rng), metrics if kept else []
+    state = state.replace(cycles=jnp.full(len(rows), cycle), rng=rng)
+    return state, {name: np.concatenate([x[name] for x in kept], axis=1) for name in names}
 
 
-def parse(arguments):
-    """The command line; on --resume, what is not given there comes from the run's config.json."""
-    for name in {x[2:].split("=")[0].replace("-", "_") for x in arguments} & CLEANRL.keys():
-        raise BadConfig(f"--{name}: did you mean --{CLEANRL[name]}?".replace("_", "-"))
-    given = [x for x in arguments if x not in ("-h", "--help")]
-    read = partial(tyro.cli, Config, args=given, config=(tyro.conf.UseAppendAction,))
-    config = read()  # what is not given has Config's defaults; or else, of another one, default=
-    config = read(default=Config(**FAST)) if config.fast and not config.resume else config
-    if given != arguments:  # help: Config's text, with the values that the fields have now
-        flag = lambda x: f"  --{x[1].replace('_', '-')} {getattr(config, x[1])!r}".ljust(31)
-        kind = lambda x: str(Config.__annotations__[x[1]]).partition("Literal")[2]  # its choices
-        row = lambda x: textwrap.fill(f"{flag(x)} {x[2]} {kind(x)}", 80, subsequent_indent=32 * " ")
-        text = re.sub(r"(?m)^ +(\w+): .*  # (.*)", row, inspect.getsource(Config).split("\n\n")[1])
-        sys.exit(print(__doc__, text.replace("    # ", "\n"), CACHE, sep="\n"))
-    if not config.resume:
-        return config
+def refuse_words(arguments):
+    """Refuse other libraries' names of fields, and a value after a flag that takes none."""
+    for word, following in itertools.pairwise([*arguments, ""]):
+        flag, _, value = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and name in OTHER_NAMES:
+            hint = f"--{name}: did you mean --{OTHER_NAMES[name]}?"
+            raise BadConfig(hint.replace("_", "-"))
+        value = value or following
+        if TYPES.get(name) is bool and value.lower() in ("true", "false"):
+            raise BadConfig(f"{flag} {value}: allowed is {flag} or --no-{flag[2:]}")
+
+
+def resume(config, read):
+    """Config of the run in --out, with what is given now: read(defaults); it stays the same run."""
     path = Path(config.out) / "config.json"
-    demand(config.out and path.exists(), config, "out", "the folder of a run, to --resume it")
+    is_run = config.out != "" and path.exists()
+    demand(is_run, config, "out", "the folder of a run, to --resume it")
     stored = json.loads(path.read_text())
-    ours = stored.pop("script") == SCRIPT and {*stored} <= {f.name for f in fields(Config)}
-    demand(ours, config, "out", f"a run of {SCRIPT} as it stands, to --resume it")
-    stored = Config(**stored | {"sweep": tuple(stored["sweep"]), "distributed": config.distributed})
-    config = read(default=replace(stored, sweep=() if config.sweep else stored.sweep))
-    for name, old in asdict(stored).items():
-        new, more = getattr(config, name), " (without anneal_lr more)" * (name == "num_updates")
-        fine = name in FREE or new == old or more and new > old and not config.anneal_lr
-        demand(fine, config, name, f"{old!r}{more}, as in the run to resume")
+    is_ours = stored.pop("script") == SCRIPT and set(stored) <= set(TYPES)
+    demand(is_ours, config, "out", f"a run of {SCRIPT} as it stands, to --resume it")
+    stored = Config(**stored | {"sweep": tuple(stored["sweep"])})
+    sweep = () if config.sweep else stored.sweep  # tyro appends to it
+    config = read(default=replace(stored, sweep=sweep, distributed=""))
+    for name in [name for name in TYPES if name not in MAY_CHANGE]:
+        old, new = getattr(stored, name), getattr(config, name)
+        longer = name == "num_updates" and new > old and not config.anneal_lr
+        more = " (without anneal_lr more)" if name == "num_updates" else ""
+        demand(new == old or longer, config, name, f"{old!r}{more}, as in the run to resume")
     return config
 
 
-def start_jax(config):
-    """Every core of a CPU is a device, programs are kept; --distributed: join other processes."""
+def parse(arguments):
+    """The command line. What is not given is as in a preset, or as in the run to --resume."""
+    refuse_words(arguments)
+    if "-h" in arguments or "--help" in arguments:
+        print(f"{__doc__}\n{HELP}\n")  # as it stands; tyro would reflow it
+    presets = [flag for flag in PRESETS if flag in arguments]
+    if len(presets) > 1:
+        print(f"{presets[0]} was not tuned for {presets[1]}")
+    given = [word for word in arguments if word != "--fast"]
+    append = (tyro.conf.UseAppendAction,)
+    read = partial(tyro.cli, Config, args=given, prog=SCRIPT, description="", config=append)
+    config = read(default=PRESETS[presets[0]] if presets else Config())
+    return resume(config, read) if config.resume else config
+
+
+def keep_programs():
+    """Keep compiled programs, for each kind of CPU apart: code for another may crash."""
     info, root = Path("/proc/cpuinfo"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     text = info.read_text() if info.exists() else f"flags {platform.platform()}"
     cpu = str(re.findall("(?m)^(?:model name|flags|Features).*", text)[:2]).encode()
     kept = Path(root, f"amaze/jax-{jax.__version__}-{hash(int.from_bytes(cpu)):x}").expanduser()
-    try:  # for each kind of CPU apart: code for another may crash
-        if jax.config.jax_compilation_cache_dir is None:  # else it is the user's
-            kept.mkdir(parents=True, exist_ok=True)
-            (kept / "writable").touch()
-            jax.config.update("jax_compilation_cache_dir", str(kept))
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        (kept / "writable").touch()
+        jax.config.update("jax_compilation_cache_dir", str(kept))
     except OSError as error:
         print(f"warning: compiled programs are not kept: {error}", file=sys.stderr)
-    by_user = jax.config.jax_num_cpu_devices, "device_count" in os.environ.get("XLA_FLAGS", "")
-    address, *numbers = config.distributed.split(",")
+
+
+def start_jax(config):
+    """Every core of a CPU is a device, programs are kept, unless the user has set something else;
+    --distributed: join the other processes."""
+    if jax.config.jax_compilation_cache_dir is None:
+        keep_programs()
+    by_flags = "device_count" in os.environ.get("XLA_FLAGS", "")
     try:
-        if by_user == (-1, False) and config.devices != 1:
+        if not by_flags and jax.config.jax_num_cpu_devices == -1 and config.devices != 1:
             cores = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count()))(0)
             jax.config.update("jax_num_cpu_devices", len(cores))
-        numbers = () if address == "auto" else (address, *map(int, numbers))
-        address and jax.distributed.initialize(*numbers, heartbeat_timeout_seconds=30)
+        if config.distributed != "":
+            address, *numbers = config.distributed.split(",")
+            where = [] if address == "auto" else [address, *map(int, numbers)]
+            jax.distributed.initialize(*where, heartbeat_timeout_seconds=30)
     except (ValueError, RuntimeError) as error:
         allowed = f"auto, or HOST:PORT,PROCESSES,NUMBER ({str(error).splitlines()[0]})"
-        demand(not config.distributed, config, "distributed", allowed)
+        demand(config.distributed == "", config, "distributed", allowed)
         print("an import has started JAX: its devices are used; of a CPU, JAX_NUM_CPU_DEVICES")
 
 
 def main():
+    """Exit status: 0, 1 a training that failed, 2 bad input, 128 + the signal that stopped it."""
     sys.stdout.reconfigure(line_buffering=True)  # into a file too
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # what `run` does not catch ends it at once
+    signals = []
     try:
         config = parse(sys.argv[1:])
         check(config)
         start_jax(config)
-        sys.exit(run(config, status=True))
+        run(config, keep_metrics=False, stopped_by=signals)
+        sys.exit(128 + signals[0] if signals else 0)
     except (BadConfig, FloatingPointError) as error:
-        message, status = error, 2 if isinstance(error, BadConfig) else 1
-    except (OSError, jax.errors.JaxRuntimeError) as error:  # `write` names its file
-        if not (isinstance(error, OSError) or jax.distributed.is_initialized()):
+        message, status = str(error), 2 if isinstance(error, BadConfig) else 1
+    except (OSError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, OSError) and not jax.distributed.is_initialized():
             raise
-        of_log = error.args[1:] and not getattr(error, "filename", None)
-        why = str(OSError(*error.args, "logs.csv") if of_log else error).splitlines()[0]
-        message, status = f"{why}; the last checkpoint is intact, if any; --resume goes on", 1
+        why, status = str(error).splitlines()[0], 1
+        message = f"{why}; the last checkpoint is intact, if any; --resume goes on"
     print(f"{SCRIPT}: error: {message}", file=sys.stderr, flush=True)
-    (os._exit if jax.distributed.is_initialized() else sys.exit)(status)  # others wait for this one
+    if jax.distributed.is_initialized():
+        os._exit(status)  # the others wait for this one
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def done(folder):
     """Cycles of a run in its checkpoint, and whether they are all."""
     if not (folder / "checkpoint.msgpack").exists():
         return 0, False
-    cycles = int(msgpack_restore((folder / "checkpoint.msgpack").read_bytes())["step"])
+    cycles = int(msgpack_restore((folder / "checkpoint.msgpack").read_bytes())["cycles"])
     return cycles, cycles == json.loads((folder / "config.json").read_text())["num_updates"]
 
 

@@ -121,9 +121,11 @@ def leaves(checkpoint):
 def assert_same_state(folder, other):
     """Bit for bit: keys, parameters, optimiser, buffer."""
     one, two = load(folder), load(other)
-    assert one["step"] == two["step"] and one["rows"] == two["rows"]
+    assert one["cycles"] == two["cycles"]
+    assert one["rows"] == two["rows"]
     one, two = leaves(one), leaves(two)
-    assert one.keys() == two.keys() and len(one) > 20
+    assert one.keys() == two.keys()
+    assert len(one) > 20
     assert [name for name in one if not np.array_equal(one[name], two[name], True)] == []
 
 
@@ -136,7 +138,8 @@ def assert_equal(folder, other):
 def assert_close(folder, rows, other, other_rows):
     """Rows of a run equal rows of another, to rounding; columns swept in only one may differ."""
     one, two = leaves(load(folder)), leaves(load(other))
-    assert one.keys() == two.keys() and len(one) > 20
+    assert one.keys() == two.keys()
+    assert len(one) > 20
     for name in one:
         assert np.allclose(one[name][rows], two[name][other_rows], 1e-3, 1e-4, True), name
     logs = []

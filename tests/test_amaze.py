@@ -162,7 +162,8 @@ def test_equals_minigrid(height, width, n_walls, count):
     see = rng.random(count) < 0.5
     actions = rng.choice(7, (count, 250), p=[0.15, 0.15, 0.5, 0.05, 0.05, 0.05, 0.05])
     obs, rewards, dones = host(play(levels, actions, max_steps, see))
-    assert obs.image.dtype == np.uint8 and rewards.dtype == np.float32
+    assert obs.image.dtype == np.uint8
+    assert rewards.dtype == np.float32
     ends = Counter()
     for i in range(count):
         env = Copy(row(host(levels), i), int(max_steps[i]), bool(see[i]))
@@ -177,7 +178,8 @@ def test_equals_minigrid(height, width, n_walls, count):
             assert dones[i, t] == (terminated or truncated)
         assert dones[i, t - 1]
         ends[bool(terminated)] += 1
-    assert ends[False] and (ends[True] or count == 16)      # few reach the goal of a large grid
+    assert ends[False]
+    assert (ends[True] or count == 16)      # few reach the goal of a large grid
 
 
 def test_occlusion_of_any_pattern():
@@ -238,7 +240,8 @@ def test_step_and_reset_takes_the_queue_in_turn():
             actions = rng.choice(7, 20, p=[0.15, 0.15, 0.5, 0.05, 0.05, 0.05, 0.05])
             obs, state, reward, done = both(state, actions)
             plain_obs, plain, plain_reward, plain_done = step(plain, actions)
-            assert np.array_equal(reward, plain_reward) and np.array_equal(done, plain_done)
+            assert np.array_equal(reward, plain_reward)
+            assert np.array_equal(done, plain_done)
             slots = (slots + done) % n_slots
             for k in range(n_slots):
                 new = np.asarray(done & (slots == k))
@@ -369,7 +372,8 @@ def test_edits_of_full_size_levels():
     assert not edited.wall_map[i, edited.goal_pos[:, 1], edited.goal_pos[:, 0]].any()
     assert (edited.agent_pos != edited.goal_pos).any(axis=1).all()
     flips = (edited.wall_map != levels.wall_map).sum(axis=(1, 2))
-    assert flips.max() <= 20 and flips.mean() == pytest.approx(20 / 3, abs=0.6)
+    assert flips.max() <= 20
+    assert flips.mean() == pytest.approx(20 / 3, abs=0.6)
 
 
 # --- solver
@@ -453,7 +457,8 @@ def test_text_round_trip(text):
 def test_text_positions():
     level = amaze.level_from_text("\n  ..#\n  .<G\n")
     assert np.array_equal(level.wall_map, [[False, False, True], [False, False, False]])
-    assert level.agent_pos.tolist() == [1, 1] and level.agent_dir == 2
+    assert level.agent_pos.tolist() == [1, 1]
+    assert level.agent_dir == 2
     assert level.goal_pos.tolist() == [2, 1]
 
 
@@ -505,10 +510,12 @@ def assert_four_rooms(levels):
         cross = np.zeros((17, 17), bool)
         cross[8], cross[:, 8] = True, True
         opened = [(int(y), int(x)) for y, x in np.argwhere(walls != cross)]
-        assert cross[8, 8] and len(opened) == 4
+        assert cross[8, 8]
+        assert len(opened) == 4
         left, right = (x for y, x in sorted(opened, key=lambda d: d[1]) if y == 8)
         above, below = (y for y, x in sorted(opened) if x == 8)
-        assert left < 8 < right and above < 8 < below
+        assert left < 8 < right
+        assert above < 8 < below
         doors.append((above, below - 9, left, right - 9))
     return doors
 
@@ -532,11 +539,15 @@ def test_four_rooms_follows_minigrid():
 def assert_crossing(levels):
     for walls, agent, direction, goal in zip(*levels):
         rows, columns = ([k for k in range(9) if line[k].sum() == 8] for line in (walls, walls.T))
-        assert len(rows) + len(columns) == 5 and set(rows + columns) <= {1, 3, 5, 7}
+        assert len(rows) + len(columns) == 5
+        assert set(rows + columns) <= {1, 3, 5, 7}
         rivers = np.zeros((9, 9), bool)
         rivers[rows], rivers[:, columns] = True, True
-        assert np.sum(rivers & ~walls) == 5 and not np.any(walls & ~rivers)
-        assert agent.tolist() == [0, 0] and direction == 0 and goal.tolist() == [8, 8]
+        assert np.sum(rivers & ~walls) == 5
+        assert not np.any(walls & ~rivers)
+        assert agent.tolist() == [0, 0]
+        assert direction == 0
+        assert goal.tolist() == [8, 8]
         yield len(rows)
 
 
@@ -587,7 +598,8 @@ def test_perfect_mazes(name, size, plain):
     for i in range(300):
         level = row(levels, i)
         cells, _ = graph_of(level)
-        assert nx.is_tree(cells) and cells.number_of_nodes() == 2 * n**2 - 1
+        assert nx.is_tree(cells)
+        assert cells.number_of_nodes() == 2 * n**2 - 1
         assert not level.wall_map[::2, ::2].any()
         ends[(tuple(level.agent_pos.tolist()), tuple(level.goal_pos.tolist()))] += 1
     assert_distributed(ends, uniform((a, b) for a in corners for b in corners if a != b))
@@ -606,7 +618,8 @@ def test_perfect_mazes(name, size, plain):
 def test_sizes_of_perfect_mazes():
     for kind, size in {"": 13, "Medium": 19, "Large": 49, "XL": 99}.items():
         maze = amaze.TEST_MAZES["PerfectMaze" + kind]
-        assert maze.max_steps == 2 * (size + 2) ** 2 and maze.see_through_walls
+        assert maze.max_steps == 2 * (size + 2) ** 2
+        assert maze.see_through_walls
         assert jax.eval_shape(maze.sample, jax.random.key(0)).wall_map.shape == (size, size)
 
 
@@ -716,16 +729,20 @@ def test_families(name):
     """1,000 levels are valid, none has a fixed maze's walls; networkx finds some as named."""
     maze, levels = amaze.TEST_MAZES[name], sampled(name, 1000)
     solution, i = host(solve_batch(levels)), np.arange(1000)
-    assert levels.wall_map.shape == (1000, 13, 13) and maze.see_through_walls
+    assert levels.wall_map.shape == (1000, 13, 13)
+    assert maze.see_through_walls
     assert [x.dtype for x in levels] == [bool, np.int32, np.int32, np.int32]
-    assert solution.solvable.all() and maze.max_steps >= 2 * solution.n_actions.max()
+    assert solution.solvable.all()
+    assert maze.max_steps >= 2 * solution.n_actions.max()
     for place in (levels.agent_pos, levels.goal_pos):
-        assert (0 <= place).all() and not levels.wall_map[i, place[:, 1], place[:, 0]].any()
+        assert (0 <= place).all()
+        assert not levels.wall_map[i, place[:, 1], place[:, 0]].any()
     assert (levels.agent_pos != levels.goal_pos).any(axis=1).all()
     assert_distributed(Counter(levels.agent_dir.tolist()), uniform(range(4)))
     fixed = [host(amaze.level_from_text(x)).wall_map for x in amaze._maps().values()]
     fixed = {x.tobytes() for walls in fixed if walls.shape == (13, 13) for x in symmetries(walls)}
-    assert len(fixed) > 50 and not fixed & {x.tobytes() for x in levels.wall_map}
+    assert len(fixed) > 50
+    assert not fixed & {x.tobytes() for x in levels.wall_map}
     assert len({outcome(row(levels, k)) for k in range(1000)}) > 950
     for k in range(40):
         cells, _ = graph_of(row(levels, k))
@@ -765,7 +782,8 @@ def test_suites_and_batches():
         assert {*names} <= {*amaze.TEST_MAZES}
     levels, max_steps, see = amaze.sample_mazes(jax.random.key(0), ["MiniMaze", "TrivialMaze"])
     assert levels.wall_map.shape == (2, 4, 4)
-    assert max_steps.tolist() == [72, 250] and see.tolist() == [True, True]
+    assert max_steps.tolist() == [72, 250]
+    assert see.tolist() == [True, True]
     assert amaze.level_to_text(row(levels, 1)) == "...#\n.#.#\n>#G#\n####"
     with pytest.raises(ValueError, match="unknown maze 'Maze51'; choose from Six") as error:
         amaze.sample_mazes(jax.random.key(0), ["Labyrinth", "Maze51"])
@@ -838,7 +856,8 @@ def test_teacher_places_as_a_plain_builder(size, n_walls, count):
             state.level
 
     obs, done, levels = host(design(keys(size, count), actions))
-    assert obs.image.dtype == np.uint8 and obs.image.shape[2:] == (size + 2, size + 2, 3)
+    assert obs.image.dtype == np.uint8
+    assert obs.image.shape[2:] == (size + 2, size + 2, 3)
     assert np.array_equal(done, np.broadcast_to(np.arange(1, steps + 1) == steps, done.shape))
     assert np.array_equal(obs.time, np.broadcast_to(np.arange(steps + 1), obs.time.shape))
     moved, everywhere = Counter(), {(x, y) for x in range(size) for y in range(size)}
@@ -862,15 +881,19 @@ def test_teacher_places_as_a_plain_builder(size, n_walls, count):
                     walls.discard(cells[t])
                     assert agent == cells[t]
         assert walls == {(int(x), int(y)) for y, x in np.argwhere(level.wall_map)}
-        assert tuple(level.goal_pos.tolist()) == goal != agent and agent not in walls
+        assert tuple(level.goal_pos.tolist()) == goal != agent
+        assert agent not in walls
     assert_distributed(Counter(levels.agent_dir.tolist()), uniform(range(4)))
     if size == 3:
         counts = Counter(index for (n, index) in moved.elements() if n == 5)
         assert sum(counts.values()) > 50
         assert_distributed(counts, uniform(range(5)))
     noise = obs.noise
-    assert noise.shape == (count, steps + 1, 50) and noise.dtype == np.float32
-    assert noise.min() >= 0 and noise.max() < 1 and len(np.unique(noise[0])) > 0.99 * noise[0].size
+    assert noise.shape == (count, steps + 1, 50)
+    assert noise.dtype == np.float32
+    assert noise.min() >= 0
+    assert noise.max() < 1
+    assert len(np.unique(noise[0])) > 0.99 * noise[0].size
     assert_distributed(Counter((noise.ravel() * 20).astype(int).tolist()), uniform(range(20)))
     assert not (noise[:, 1:] == noise[:, :-1]).all(axis=-1).any()
 
@@ -906,11 +929,14 @@ def test_plot_levels(tmp_path):
     pictures = [x.get_window_extent() for x in axes.images]
     for k, (picture, box) in enumerate(zip(pictures, boxes, strict=True)):
         assert abs(picture.width / picture.height - 1) < 1e-6
-        assert np.allclose(picture.x0 + picture.x1, box.x0 + box.x1, atol=2) and box.y0 > picture.y1
+        assert np.allclose(picture.x0 + picture.x1, box.x0 + box.x1, atol=2)
+        assert box.y0 > picture.y1
         assert not any(box.overlaps(other) for other in pictures)
         level = row(levels, k if k < 10 else k - 10)
         assert np.array_equal(axes.images[k].get_array(), amaze.render(level))
-        assert picture.x0 >= 0 and picture.y0 >= 0 and picture.x1 <= figure.bbox.x1
+        assert picture.x0 >= 0
+        assert picture.y0 >= 0
+        assert picture.x1 <= figure.bbox.x1
 
 
 def run_amaze(*args, typed=""):
@@ -925,7 +951,8 @@ def test_walking_with_the_keyboard(keys):
     _, actions = oracle(host(amaze.TEST_MAZES["MiniMaze"].sample(None)))
     assert set(actions) == {0, 1, 2}
     done = run_amaze("MiniMaze", typed="".join(keys[action] for action in actions) + "ww")
-    assert done.returncode == 0 and done.stdout.rstrip().endswith("goal reached")
+    assert done.returncode == 0
+    assert done.stdout.rstrip().endswith("goal reached")
     assert f"step {len(actions)} of 72   reward {1 - 0.9 * len(actions) / 72:.3f}" in done.stdout
     assert f"step {len(actions) + 1}" not in done.stdout
     assert "#>...#\n####.#\n#G#..#\n#...##\n" in done.stdout                   # the maze,
@@ -935,7 +962,9 @@ def test_walking_with_the_keyboard(keys):
 @pytest.mark.slow
 def test_quitting():
     done = run_amaze("Labyrinth", typed="wqw")
-    assert done.returncode == 0 and "step 1 of" in done.stdout and "step 2 of" not in done.stdout
+    assert done.returncode == 0
+    assert "step 1 of" in done.stdout
+    assert "step 2 of" not in done.stdout
 
 
 def exit_status(monkeypatch, *args):

@@ -64,7 +64,8 @@ def test_the_film_shows_the_steps_of_its_table():
         places = np.column_stack([states.agent_pos, states.agent_dir])
         i = np.flatnonzero((places == now).all(1))[0]
         found.append(jax.tree.map(lambda x: x[i], states))
-    assert done[i] and reward[i] > 0
+    assert done[i]
+    assert reward[i] > 0
     for k in range(0, len(table), 20):
         np.testing.assert_array_equal(amaze.render(found[k]), shown[k])
 
@@ -75,7 +76,8 @@ def test_paths_are_walks():
     for title, walk in ((k, walk) for k, episodes in walks.items() for walk in episodes):
         level, cells = amaze.level_from_text(walk["level"]), np.array(walk["cells"])
         moves = np.abs(np.diff(cells, axis=0)).sum(1)
-        assert moves.max() == 1 and (cells[0] == level.agent_pos).all()
+        assert moves.max() == 1
+        assert (cells[0] == level.agent_pos).all()
         assert not np.asarray(level.wall_map)[cells[:, 1], cells[:, 0]].any()
         beside = np.abs(cells[-1] - level.goal_pos).sum() == 1
         max_steps = amaze.TEST_MAZES[title.split()[-1]][1]
@@ -120,6 +122,7 @@ def test_agents_of_earlier_records_stay_on_the_page():
     assert [x["name"] for x in held(merged)["agents"]] == [*names]
     assert "<" not in re.search(r'id="data">\n(.*)\n', merged)[1]
     cut = lambda text: re.sub(r'id="data">\n.*\n', "", text)
-    assert cut(merged) == cut(empty) and results.keep_agents(new, "") == new
+    assert cut(merged) == cut(empty)
+    assert results.keep_agents(new, "") == new
     shown = held((ROOT / "benchmarks" / "results" / "play.html").read_text())["agents"]
     assert {"accel", "plr", "dr", "paired"} <= {x["name"].split()[0] for x in shown}

@@ -169,7 +169,8 @@ def test_results_equal_a_loop_over_minigrid():
             assert lengths[a, m, episode] == env.step_count
             assert returns[a, m, episode] == pytest.approx(total, abs=1e-6)
     solved = (returns > 0).mean((0, 2))
-    assert (solved[:3] > 0).all() and (solved < 1).all()  # else little was compared
+    assert (solved[:3] > 0).all()
+    assert (solved < 1).all()  # else little was compared
 
 
 @pytest.mark.slow
@@ -249,7 +250,8 @@ def test_levels_are_drawn_by_seed_name_and_episode():
     row = lambda levels, i: amaze.level_to_text(jax.tree.map(lambda x: x[i], levels))
     drawn = mazes["FourRooms"], alone, other
     texts, same, different = ([row(x, i) for i in range(3)] for x in drawn)
-    assert texts == same and len(set(texts + different)) == 6
+    assert texts == same
+    assert len(set(texts + different)) == 6
     assert len(mazes["Labyrinth"].agent_dir) == 1
 
 
@@ -264,17 +266,20 @@ def test_a_picture_is_titled_with_the_best_return_of_its_level(tmp_path, capsys,
     monkeypatch.setattr(amaze, "plot_levels", lambda *args: drawn.append(plot(*args)) or drawn[0])
     monkeypatch.chdir(tmp_path)
     options = "--mazes", "FourRooms", "--episodes", "5", "--show-levels"
-    assert call(capsys, monkeypatch, *options)[0] == 0 and (tmp_path / "mazes.png").exists()
+    assert call(capsys, monkeypatch, *options)[0] == 0
+    assert (tmp_path / "mazes.png").exists()
     levels, limit = (x := mazes_of(mazes="FourRooms", episodes=5)[0]).levels, x.max_steps
     steps = [fewest_actions(jax.tree.map(lambda x: x[i], levels), limit).index(6) for i in range(5)]
     best = [f"{1 - 0.9 * n / limit:.3g}" for n in steps]
     title = drawn[0].axes[0].texts[1].get_text()
-    assert title == f"FourRooms\nbest return {best[0]}" and len({*best}) > 1
+    assert title == f"FourRooms\nbest return {best[0]}"
+    assert len({*best}) > 1
 
 
 def test_sampled_levels_are_solvable_and_differ():
     mazes = mazes_of(suite="sampled", levels=20)
-    assert len(mazes) == 20 and mazes[3].name == "Sampled-3"
+    assert len(mazes) == 20
+    assert mazes[3].name == "Sampled-3"
     assert (evaluate.optimal_returns(mazes) > 0).all()
     assert len({maze.levels.wall_map.tobytes() for maze in mazes}) == 20
 
@@ -331,7 +336,8 @@ def test_intervals_hold_the_truth(num_mazes, monkeypatch):
     truth, trainings = statistic(train(20_000)), [train(32) for _ in range(400)]
     intervals = np.array([evaluate.bootstrap(scores, statistic, 0) for scores in trainings])
     held = (intervals[..., 1] <= truth) & (truth <= intervals[..., 2])
-    assert (held.mean(0) >= 0.9).all() and (held.mean(0) < 0.99).all(), held.mean(0)
+    assert (held.mean(0) >= 0.9).all(), held.mean(0)
+    assert (held.mean(0) < 0.99).all(), held.mean(0)
 
 
 def test_intervals_of_six_seeds_hold_the_truth_as_often_as_is_said(monkeypatch):
@@ -353,10 +359,12 @@ def test_fewer_than_three_seeds_have_no_interval(run, capsys, monkeypatch):
     for seeds in (1, 2, 3, 4):
         summary = evaluate.summarise(returns[:seeds], "abcde", 0, True)
         values = np.array([*summary.values()])
-        assert np.isfinite(values[:, 0]).all() and (np.isnan(values[:, 1:]) == (seeds < 3)).all()
+        assert np.isfinite(values[:, 0]).all()
+        assert (np.isnan(values[:, 1:]) == (seeds < 3)).all()
     _, out, _ = call(capsys, monkeypatch, run, "--mazes", "MiniMaze", "--episodes", "2")
     table = out[out.index("maze  ") :]
-    assert "IQM" in table and "[" not in table
+    assert "IQM" in table
+    assert "[" not in table
 
 
 def flip(rng, rates, episodes, seeds=1):
@@ -465,13 +473,16 @@ def test_a_run_from_end_to_end(run, capsys, monkeypatch):
     assert {row["optimal_return"] for row in table if row["maze"] == "MiniMaze"} == {"0.8125"}
     assert [*table[0]] == ("run algorithm update seed agent maze episodes solve_rate return length "
                            "optimal_return").split()  # fmt: skip
-    assert "written" in first and "IQM" in first and "2 seed(s)" in first
+    assert "written" in first
+    assert "IQM" in first
+    assert "2 seed(s)" in first
     with Image.open(run / "film_dr_2_MiniMaze.gif") as gif:  # equal pictures in a row are merged
         durations = [gif.seek(i) or gif.info["duration"] for i in range(gif.n_frames)]
     assert sum(durations) == 100 * float(table[1]["length"]) + 1000
 
     status, again, _ = call(capsys, monkeypatch, run / "checkpoint.msgpack", *options[:4])
-    assert status == 0 and (run / "results.csv").read_bytes() == data
+    assert status == 0
+    assert (run / "results.csv").read_bytes() == data
     assert "results.csv replaced" in again
 
 
@@ -483,11 +494,13 @@ def test_good_runs_are_evaluated_and_bad_ones_named(run, tmp_path, capsys, monke
     runs = tmp_path / "runs" / "empty", run, tmp_path / "nowhere", archive
     options = "--mazes", "MiniMaze", "--episodes", "2", "--out", out
     status, stdout, errors = call(capsys, monkeypatch, *runs, *options)
-    assert status == 2 and len(errors) == 2
+    assert status == 2
+    assert len(errors) == 2
     assert all(str(path) in line and "allowed" in line for path, line in zip(runs[::2], errors))
     assert {(row["run"], row["update"]) for row in read(out / "results.csv")} == {
         ("dr", "1"), ("dr", "2")}  # fmt: skip
-    assert "dr @1" in stdout and "dr @2" in stdout
+    assert "dr @1" in stdout
+    assert "dr @2" in stdout
 
 
 def load(path, **settings):
@@ -500,16 +513,17 @@ def load(path, **settings):
 def test_agents_are_those_of_the_checkpoint(run):
     found = load(run)
     data = serialization.msgpack_restore((run / "checkpoint.msgpack").read_bytes())
-    assert found.agents == [{"seed": i, "agent": "student"} for i in (0, 1)] and found.update == 2
+    assert found.agents == [{"seed": i, "agent": "student"} for i in (0, 1)]
+    assert found.update == 2
     kernel = data["state"]["student"]["params"]["params"]["conv"]["kernel"]  # [rows, ...]
     assert np.array_equal(found.params["params"]["conv"]["kernel"], kernel)
 
 
 @pytest.mark.slow
-def test_an_agent_plays_its_mean(run):
+def test_an_agent_plays_its_average(run):
     data = serialization.msgpack_restore((run / "checkpoint.msgpack").read_bytes())
     student = data["state"]["student"]
-    student["mean"] = jax.tree.map(lambda x: 2 * x, student["params"])
+    student["average_params"] = jax.tree.map(lambda x: 2 * x, student["params"])
     (run / "checkpoint_7.msgpack").write_bytes(serialization.msgpack_serialize(data))
     kernel = student["params"]["params"]["conv"]["kernel"]
     found = load(run / "checkpoint_7.msgpack").params
@@ -521,7 +535,7 @@ def test_students_of_paired(tmp_path):
     init, rng = paired.make_train(paired.Config(**config)).init, np.random.default_rng(0)
     draw = lambda x: rng.normal(size=(2, *x.shape)).astype(x.dtype)  # [rows, S, ...]
     students = jax.tree.map(draw, jax.eval_shape(init, jax.random.key(0)).students)
-    data = {"step": 3, "rows": {"0": {"seed": 4, "lr": 0.1}, "1": {"seed": 5, "lr": 0.2}},
+    data = {"cycles": 3, "rows": {"0": {"seed": 4, "lr": 0.1}, "1": {"seed": 5, "lr": 0.2}},
             "state": {"students": serialization.to_state_dict(students)}}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"script": "paired.py"} | config))
     (tmp_path / "checkpoint.msgpack").write_bytes(serialization.msgpack_serialize(data))
@@ -551,7 +565,9 @@ def test_a_hacked_copy_needs_script(run, tmp_path, capsys, monkeypatch):
     mine.write_text((ROOT / "dr.py").read_text() + f"\nopen({str(tmp_path / 'ran')!r}, 'w')\n")
     change_config(run, script="my_dr.py")
     status, _, errors = call(capsys, monkeypatch, run)
-    assert status == 2 and "my_dr.py" in errors[0] and "--script" in errors[0]
+    assert status == 2
+    assert "my_dr.py" in errors[0]
+    assert "--script" in errors[0]
     assert not (tmp_path / "ran").exists()
     assert load(run, script=str(mine)).algorithm == "my_dr"
     assert (tmp_path / "ran").exists()
@@ -613,7 +629,7 @@ def test_a_hacked_student_sees_what_it_was_trained_on(tmp_path, capsys, monkeypa
     (run / "config.json").write_text(json.dumps({"script": "my_dr.py", "bias": 0.5}))
     shapes = {"action": (2, 8, 7), "reward": (2, 7)}  # of two seeds
     params = {name: rng.normal(size=x).astype(np.float32) for name, x in shapes.items()}
-    data = {"step": 1, "rows": {"0": {"seed": 0}, "1": {"seed": 9}},
+    data = {"cycles": 1, "rows": {"0": {"seed": 0}, "1": {"seed": 9}},
             "state": {"student": {"params": params}}}  # fmt: skip
     (run / "checkpoint.msgpack").write_bytes(serialization.msgpack_serialize(data))
     options = "--mazes", "MiniMaze", "--episodes", "1", "--gif", "MiniMaze", "--script", mine
@@ -722,8 +738,10 @@ def test_lies_are_refused_and_nothing_is_executed(lie, run, tmp_path, capsys, mo
     tell, named = LIES[lie]
     tell(run, tmp_path / "executed")
     status, _, errors = call(capsys, monkeypatch, run, "--mazes", "MiniMaze", "--episodes", "1")
-    assert status == 2 and len(errors) == 1, errors
-    assert str(run) in errors[0] and named in errors[0]
+    assert status == 2, errors
+    assert len(errors) == 1, errors
+    assert str(run) in errors[0]
+    assert named in errors[0]
     assert not (tmp_path / "executed").exists()
     assert not (run / "results.csv").exists()
 
@@ -748,12 +766,15 @@ def test_bad_arguments(arguments, named, run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(evaluate, "draw", None)  # refused before any level is drawn
     status, _, errors = call(capsys, monkeypatch, run, *arguments.split())
-    assert status == 2 and len(errors) == 1 and named in errors[0], errors
+    assert status == 2, errors
+    assert len(errors) == 1, errors
+    assert named in errors[0], errors
 
 
 def test_without_runs(capsys, monkeypatch):
     status, _, errors = call(capsys, monkeypatch)
-    assert status == 2 and "no runs" in errors[0]
+    assert status == 2
+    assert "no runs" in errors[0]
 
 
 # --- sweeps
@@ -795,15 +816,18 @@ def test_a_sweep_is_ranked_from_its_logs(column, tmp_path, capsys, monkeypatch):
     diverged = {(1e-3, 0.9, seed) for seed in range(4)} | {(1e-4, 0.9, 1)}
     write_sweep(tmp_path / "sweep", scores, diverged, column)
     _, out, errors = call(capsys, monkeypatch, tmp_path / "sweep")
-    assert len(errors) == 1 and "checkpoint.msgpack" in errors[0]  # it was not needed till then
+    assert len(errors) == 1
+    assert "checkpoint.msgpack" in errors[0]  # it was not needed till then
     table = ranking(out)
     assert table[0] == ["lr, gamma", f"last {column}"]
     assert [line[0] for line in table[1:]] == [
         "1e-05, 0.99", "0.0001, 0.9", "1e-05, 0.9", "0.001, 0.99", "0.001, 0.9"]  # fmt: skip
     assert [line[2:] for line in table[1:]] == [[], ["1 diverged"], [], [], ["4 diverged"]]
     best, one_lost = (re.findall(r"[\d.]+", line[1]) for line in table[1:3])
-    assert best[0] == "0.850" and 0.8 <= float(best[1]) < 0.85 < float(best[2]) <= 0.9
-    assert one_lost[0] == "0.675" and float(one_lost[1]) < 0.5  # 0.9 with one of four 0
+    assert best[0] == "0.850"
+    assert 0.8 <= float(best[1]) < 0.85 < float(best[2]) <= 0.9
+    assert one_lost[0] == "0.675"
+    assert float(one_lost[1]) < 0.5  # 0.9 with one of four 0
     with Image.open(tmp_path / "sweep" / "sweep.png") as image:
         assert image.width > image.height
 
@@ -824,7 +848,9 @@ def test_logs_of_another_run_are_refused(tmp_path, capsys, monkeypatch):
     for text in ("update,seed\n10,0\n", "", "seed,lr,gamma,eval_solve_rate\n0,x,y,z\n"):
         (tmp_path / "sweep" / "logs.csv").write_text(text)
         status, _, errors = call(capsys, monkeypatch, tmp_path / "sweep")
-        assert status == 2 and len(errors) == 1 and "logs.csv" in errors[0]
+        assert status == 2
+        assert len(errors) == 1
+        assert "logs.csv" in errors[0]
 
 
 # --- devices, help, requirements
@@ -850,7 +876,9 @@ except SystemExit:
 
 def test_help_shows_the_docstring_as_it_stands(train):
     out = train("--help", script=ROOT / "evaluate.py")
-    assert out.startswith(evaluate.__doc__) and out.count("Shapes ") == 1 and "--batch-size" in out
+    assert out.startswith(evaluate.__doc__)
+    assert out.count("Shapes ") == 1
+    assert "--batch-size" in out
     assert "~/.cache/amaze" in out
 
 
@@ -865,4 +893,5 @@ def test_inline_metadata_is_the_requirements():
 
 def test_every_script_is_known():
     made = {path.name for path in ROOT.glob("*.py") if "\ndef make_train(" in path.read_text()}
-    assert len(made) >= 4 and made <= set(evaluate.SCRIPTS)
+    assert len(made) >= 4
+    assert made <= set(evaluate.SCRIPTS)

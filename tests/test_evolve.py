@@ -62,7 +62,8 @@ def test_stopped_and_resumed_equals_uninterrupted(evolve, what, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found[0], found[2])
     assert any((x != y).any() for x, y in zip(*map(jax.tree.leaves, (found[0], found[1]))))
     texts = [(tmp_path / name / f"{what}.csv").read_text() for name in ("whole", "parts")]
-    assert texts[0] == texts[1] and len(texts[0].splitlines()) == 4
+    assert texts[0] == texts[1]
+    assert len(texts[0].splitlines()) == 4
     script, members, seeds, rates = played[0]
     assert len({x for *_, rates in played for x in rates.flat}) > 1
     member = jax.tree.map(lambda x: jnp.asarray(x[1]), members)

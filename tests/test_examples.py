@@ -96,19 +96,22 @@ def test_a_training(trained, cartpole, name):
         (update, seed) for update in (2, 4, 6, 8, 10, 12) for seed in "01"]  # fmt: skip
     for column in "eval_return/Nominal", "train_return", "entropy":
         values = measured(rows, column)
-        assert len(values) >= 6 and 0 < min(values) < max(values) <= 1
+        assert len(values) >= 6
+        assert 0 < min(values) < max(values) <= 1
     for corner in cartpole.CORNERS:
         assert set(measured(rows, f"eval_solve_rate/{corner}")) <= {0, 0.5, 1}
     of_levels = {"dr": "", "plr": "buffer_", "accel": "child_", "sfl": "replay_"}[name]
     low, high = cartpole.NOMINAL / cartpole.FACTOR, cartpole.NOMINAL * cartpole.FACTOR
     for number, least, most in zip(cartpole.NAMES, low, high):
         values = measured(rows, of_levels + number)
-        assert len({*values}) > 1 and least < min(values) < max(values) < most
+        assert len({*values}) > 1
+        assert least < min(values) < max(values) < most
     assert not {x for x in rows[0] if "solvable" in x or "optimal" in x or "regret" in x}
     assert int(rows[-1]["grad_updates"]) > 2
     assert Image.open(folder / "curves.png").width > 800
     pictures = Image.open(folder / "levels/update_12.png")
-    assert pictures.width > 1000 and len(pictures.convert("RGB").getcolors(99999)) > 100
+    assert pictures.width > 1000
+    assert len(pictures.convert("RGB").getcolors(99999)) > 100
     assert {len(x) for x in leaves(load(folder)).values()} == {2}
 
 
@@ -144,12 +147,15 @@ def test_evaluate(trained, call):
     assert status == 0, err
     with open(folder / "results.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 6 and rows[0]["maze"] == "Nominal" and "nan" not in out
+    assert len(rows) == 2 * 6
+    assert rows[0]["maze"] == "Nominal"
+    assert "nan" not in out
     for row in rows:  # each step gives 1 / 500
         assert float(row["return"]) == pytest.approx(float(row["length"]) / 500, abs=1e-5)
         assert row["optimal_return"] == ""
     film = Image.open(folder / "film_plr_12_Twig.gif")
-    assert film.size == (240, 240) and film.n_frames > 5
+    assert film.size == (240, 240)
+    assert film.n_frames > 5
     assert Image.open(folder / "mazes.png").width > 1000
 
 
@@ -158,7 +164,9 @@ def test_evaluate_the_worst_of_random_physics(trained, call):
     folder, script = trained("plr")
     more = "--suite", "sampled", "--levels", 20, "--episodes", 2
     status, out, err = call(folder, "--script", script, *more, script=ROOT / "evaluate.py")
-    assert status == 0 and "over 20 maze(s)" in out and "worst 10%" in out, err
+    assert status == 0, err
+    assert "over 20 maze(s)" in out, err
+    assert "worst 10%" in out, err
 
 
 # --- beside gymnax and JaxUED
@@ -209,7 +217,8 @@ def test_cartpole_is_gymnax(cartpole, number):
     np.testing.assert_array_equal(found[0][0], env.get_obs(state))
     for x, y in zip((found[0][1:], *found[1:]), zip(*expected)):
         np.testing.assert_allclose(x, np.stack(y), 1e-4, 1e-5)
-    assert found[2].tolist() == [False] * (len(actions) - 1) + [True] and len(actions) > 20
+    assert found[2].tolist() == [False] * (len(actions) - 1) + [True]
+    assert len(actions) > 20
     assert number != 2 or len(actions) == limit
 
 
@@ -225,8 +234,10 @@ def test_levels_of_cartpole(cartpole):
     powers = lambda level: np.log(level.physics / cartpole.NOMINAL) / np.log(cartpole.FACTOR)
     levels = jax.vmap(cartpole.sample_level)(rngs)
     drawn = powers(levels)
-    assert (abs(drawn) <= 1 + 1e-5).all() and (abs(drawn.mean(0)) < 0.15).all()
-    assert (abs(drawn.std(0) - 3**-0.5) < 0.08).all() and (abs(levels.start) <= 0.05).all()
+    assert (abs(drawn) <= 1 + 1e-5).all()
+    assert (abs(drawn.mean(0)) < 0.15).all()
+    assert (abs(drawn.std(0) - 3**-0.5) < 0.08).all()
+    assert (abs(levels.start) <= 0.05).all()
     flat = cartpole.sample_level(rngs[0], 0.0)
     np.testing.assert_allclose(flat.physics, cartpole.NOMINAL, 1e-6)
     for number in (1, 3):
@@ -234,7 +245,8 @@ def test_levels_of_cartpole(cartpole):
         change = powers(edited) - drawn
         assert set((abs(change) > 1e-5).sum(1)) <= {*range(number + 1)}
         assert 0.1 < abs(change).sum(1).mean() / number < 0.3
-        assert (abs(powers(edited)) <= 1 + 1e-5).all() and (edited.start == levels.start).all()
+        assert (abs(powers(edited)) <= 1 + 1e-5).all()
+        assert (edited.start == levels.start).all()
     codes = jax.vmap(cartpole.level_code)(levels)
     assert len({x.tobytes() for x in np.asarray(codes)}) == 200
     heavy = cartpole.TEST_MAZES["Freight"][0](rngs[0]).physics
@@ -277,7 +289,8 @@ def test_what_is_written_for_jaxued_runs(cartpole, jaxued):
         jax.tree.map(np.testing.assert_array_equal, obs, theirs)
         obs, state, reward, done = move(state, action)
         theirs, inner, expected, ended, _ = env.step(rng, inner, action, params)
-        assert reward == expected and done == ended
+        assert reward == expected
+        assert done == ended
         if done:
             opened += 1
             theirs, inner = env.reset_to_level(rng, level(opened), params)
@@ -307,7 +320,8 @@ def test_the_luck_of_a_level(cartpole):
         return np.array(seen).tolist()
 
     one, other = play((jnp.array(1.0), jnp.array(2))), play((jnp.array(2.0), jnp.array(1)))
-    assert one == play((jnp.array(1.0), jnp.array(2))) and len({*one, *other}) == 8
+    assert one == play((jnp.array(1.0), jnp.array(2)))
+    assert len({*one, *other}) == 8
 
 
 # --- Craftax
@@ -340,12 +354,14 @@ def test_craftax_is_its_package(craftax):
         rng = jax.random.fold_in(jax.random.key(queue.seed[number % 2]), world.timestep)
         theirs, world, expected, ended, _ = env.step(rng, world, action, params)
         obs, state, reward, done = move(state, action)
-        assert reward == expected and done == ended
+        assert reward == expected
+        assert done == ended
         rewards.append(float(reward))
         if done:
             number += 1
             theirs, world = worlds[number % 2]
-    assert number >= 1 and max(rewards) >= 0.9
+    assert number >= 1
+    assert max(rewards) >= 0.9
     assert craftax.solved(np.array([5.9, 6.0])).tolist() == [False, True]
     world = craftax.TEST_MAZES["World2"][0](None)  # a fixed one
     _, theirs = env.reset(jax.random.key(2), params)
@@ -361,10 +377,13 @@ def test_levels_of_craftax(craftax):
     edited = jax.vmap(lambda *x: craftax.edit_level(*x, 5))(rngs, levels)
     before, after = np.asarray(levels.map), np.asarray(edited.map)
     changed = before != after
-    assert (changed.sum((1, 2)) <= 10).all() and changed.sum((1, 2)).mean() > 5
+    assert (changed.sum((1, 2)) <= 10).all()
+    assert changed.sum((1, 2)).mean() > 5
     near = changed[:, 24:40, 24:40]
-    assert near.any((1, 2)).all() and near.sum() < changed.sum()
-    assert not changed[:, 32, 32].any() and (before[:, 32, 32] == BlockType.GRASS.value).all()
+    assert near.any((1, 2)).all()
+    assert near.sum() < changed.sum()
+    assert not changed[:, 32, 32].any()
+    assert (before[:, 32, 32] == BlockType.GRASS.value).all()
     count = lambda maps: [np.bincount(x.ravel(), minlength=17).tolist() for x in maps]
     assert count(before) == count(after)
     sand = jnp.full((64, 64), BlockType.SAND.value, jnp.uint8).at[0, 0].set(BlockType.PATH.value)
@@ -385,12 +404,14 @@ def test_a_training_on_craftax(tmp, train, call, script, craftax):
     folder, path = tmp / "craftax", script("craftax", "plr")
     train(*flags, "--out", folder, script=path)
     rows = table(folder)
-    assert len({*measured(rows, "buffer_water")}) > 1 and int(rows[-1]["grad_updates"]) > 1
+    assert len({*measured(rows, "buffer_water")}) > 1
+    assert int(rows[-1]["grad_updates"]) > 1
     assert all(-1 < x < 22 for x in measured(rows, "eval_return/World1"))
     train("--resume", "--out", rewind(folder, tmp / "craftax again", 8), script=path)
     assert_equal(folder, tmp / "craftax again")
     more = "--mazes", "World1", "--episodes", 1, "--gif", "World1"
     status, out, err = call(folder, "--script", path, *more, script=ROOT / "evaluate.py")
-    assert status == 0 and "World1" in out, err
+    assert status == 0, err
+    assert "World1" in out, err
     assert Image.open(folder / "film_craftax_12_World1.gif").size == (144, 144)
     assert Image.open(folder / "levels/update_12.png").width > 1000

@@ -69,8 +69,10 @@ def test_run_returns_what_make_train_does(whole, in_code):
     ours, theirs = (plain(state), metrics), (plain(in_code[0]), in_code[1])
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
-        assert x.dtype == y.dtype and np.allclose(x, y, 1e-3, 1e-4, True)
-    assert state.step.tolist() == [12, 12] and metrics["eval_solve_rate"].shape == (2, 12)
+        assert x.dtype == y.dtype
+        assert np.allclose(x, y, 1e-3, 1e-4, True)
+    assert state.cycles.tolist() == [12, 12]
+    assert metrics["eval_solve_rate"].shape == (2, 12)
     assert state.rng.dtype == in_code[0].rng.dtype
 
 
@@ -81,7 +83,8 @@ def test_a_curve_is_what_was_measured(whole):
     assert x.tolist() == [[4, 4], [8, 8], [12, 12]]
     assert np.allclose(y.ravel(), [float(row["eval_solve_rate"]) for row in logged])
     x, y = evaluate.curve({name: values[0] for name, values in metrics.items()}, "entropy")
-    assert x[:, 0].tolist() == list(range(1, 13)) and y.shape == (12, 1)  # of one training
+    assert x[:, 0].tolist() == list(range(1, 13))
+    assert y.shape == (12, 1)  # of one training
 
 
 def test_an_error_is_raised_with_handlers_put_back(tmp_path, handlers):
@@ -93,7 +96,7 @@ def test_an_error_is_raised_with_handlers_put_back(tmp_path, handlers):
         with pytest.raises(dr.BadConfig, match="allowed is"):
             dr.run(replace(CONFIG, out=str(tmp_path / "run"), **wrong))
     assert [x.name for x in tmp_path.iterdir()] == ["file"]
-    with pytest.raises(FloatingPointError, match="all trainings have diverged by update 2"):
+    with pytest.raises(FloatingPointError, match="all trainings have diverged by cycle 2"):
         dr.run(replace(CONFIG, out=str(tmp_path / "run"), num_updates=2, lr=1e38))
     assert handlers == []
 
@@ -104,10 +107,12 @@ def test_an_interrupt_stops_after_a_chunk(monkeypatch, tmp_path, capsys, handler
     interrupted(monkeypatch, number)
     config = replace(CONFIG, out=str(tmp_path / "run"))
     state, metrics = dr.run(config)
-    assert state.step.tolist() == [6, 6] and load(tmp_path / "run")["step"] == 6
-    assert metrics["entropy"].shape == (2, 6) and handlers == []
+    assert state.cycles.tolist() == [6, 6]
+    assert load(tmp_path / "run")["cycles"] == 6
+    assert metrics["entropy"].shape == (2, 6)
+    assert handlers == []
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said == f"stopped at update 6; to go on: python dr.py --resume --out {tmp_path / 'run'}"
+    assert said == f"stopped at cycle 6; to go on: python dr.py --resume --out {tmp_path / 'run'}"
     monkeypatch.undo()
     state, rest = dr.run(replace(config, resume=True))
     assert_same_state(tmp_path / "run", whole[0])
@@ -131,7 +136,9 @@ def test_a_finished_run_is_given_back(whole, capsys):
     """Resumed where nothing is left to do; the hint names the script."""
     before = table(whole[0])
     state, metrics = dr.run(replace(CONFIG, out=str(whole[0]), resume=True))
-    assert state.step.tolist() == [12, 12] and metrics == {} and table(whole[0]) == before
+    assert state.cycles.tolist() == [12, 12]
+    assert metrics == {}
+    assert table(whole[0]) == before
     assert capsys.readouterr().out.endswith(f"evaluate.py {whole[0]} --script dr.py\n")
 
 
@@ -153,7 +160,8 @@ def test_what_is_saved_is_evaluated_as_the_run(monkeypatch, tmp_path, capsys, wh
     folder, state, _ = whole
     evaluate.save(tmp_path / "saved", CONFIG, state)
     ours, theirs = (figures(x, monkeypatch, capsys) for x in (tmp_path / "saved", folder))
-    assert ours == theirs and len(ours) == 1 + 2 * 2
+    assert ours == theirs
+    assert len(ours) == 1 + 2 * 2
     ours, theirs = (leaves(load(x)) for x in (tmp_path / "saved", folder))
     assert ours.keys() == theirs.keys()
     assert all(np.array_equal(ours[name], theirs[name], True) for name in ours)
@@ -176,15 +184,19 @@ def test_load_gives_the_run_to_film_and_play(tmp_path, whole, in_code):
     one = jax.tree.map(lambda x: x[1], in_code[0])
     evaluate.save(tmp_path / "one", replace(CONFIG, seed=1), one)  # a training, not a batch
     whole, one = evaluate.load(folder), evaluate.load(str(tmp_path / "one"))
-    assert [x["seed"] for x in whole.agents] == [0, 1] and [x["seed"] for x in one.agents] == [1]
-    assert one.update == 12 and one.algorithm == "dr" and one.name == "one"
+    assert [x["seed"] for x in whole.agents] == [0, 1]
+    assert [x["seed"] for x in one.agents] == [1]
+    assert one.update == 12
+    assert one.algorithm == "dr"
+    assert one.name == "one"
     assert whole.folder == folder.resolve()
     kernel = one.params["params"]["conv"]["kernel"]
     assert np.allclose(kernel[0], state.student.params["params"]["conv"]["kernel"][1], 1e-3, 1e-4)
     [maze] = evaluate.draw_mazes(["TrivialMaze"])
     pictures = evaluate.film(one, 0, maze)
     played = list(evaluate.play(one.train, one.params, evaluate.agent_keys(one, 0), [maze], 1))
-    assert len(pictures) == 1 + played[1] and pictures[0].ndim == 3
+    assert len(pictures) == 1 + played[1]
+    assert pictures[0].ndim == 3
 
 
 def test_a_sweep_in_code_is_saved_with_its_points(tmp_path, in_code):
@@ -207,7 +219,7 @@ def test_save_refuses(tmp_path, in_code):
     (tmp_path / "file").write_text("mine")
     state, before = in_code[0], contents(tmp_path)
     three = replace(CONFIG, sweep=("lr=0.1,0.2,0.3",))
-    other = state.replace(step=state.step.at[0].set(3))
+    other = state.replace(cycles=state.cycles.at[0].set(3))
     for folder, config, given, words in (
         ("full", CONFIG, state, "full: allowed is a new one"),
         ("new", three, state, "sweep = ('lr=0.1,0.2,0.3',), seeds = 2: allowed is as many as the"),
@@ -217,10 +229,12 @@ def test_save_refuses(tmp_path, in_code):
     ):
         with pytest.raises(ValueError) as error:
             evaluate.save(tmp_path / folder, config, given)
-        assert words in str(error.value) and len(str(error.value).splitlines()) == 1
+        assert words in str(error.value)
+        assert len(str(error.value).splitlines()) == 1
     with pytest.raises(OSError):
         evaluate.save(tmp_path / "file", CONFIG, in_code[0])
-    assert contents(tmp_path) == before and not (tmp_path / "new").exists()
+    assert contents(tmp_path) == before
+    assert not (tmp_path / "new").exists()
 
 
 def test_load_refuses(tmp_path):
@@ -269,5 +283,6 @@ def test_the_notebook_is_small():
     """About ten short cells, and outputs that a page can show."""
     assert NOTEBOOK.stat().st_size < 300_000
     cells = [x for x in json.loads(NOTEBOOK.read_text())["cells"] if x["cell_type"] == "code"]
-    assert len(cells) <= 12 and max(len(x["source"]) for x in cells) <= 20
+    assert len(cells) <= 12
+    assert max(len(x["source"]) for x in cells) <= 20
     assert not any(x["output_type"] == "error" for cell in cells for x in cell["outputs"])

@@ -115,7 +115,9 @@ def test_observations_rewards_and_ends_are_amazes(height, width, see, js):
     assert np.array_equal(directions, np.vstack([first.direction[None], later.direction]).T)
     np.testing.assert_allclose([gains for _, gains, _ in found], rewards.T, atol=1e-6)
     assert np.array_equal([ends for *_, ends in found], dones.T)
-    assert (rewards > 0).any() and dones.sum() > 400 and see == (expected[..., 0] > 0).all()
+    assert (rewards > 0).any()
+    assert dones.sum() > 400
+    assert see == (expected[..., 0] > 0).all()
 
 
 def test_no_two_observations_have_one_key(js):
@@ -131,7 +133,8 @@ def test_no_two_observations_have_one_key(js):
         }
         return [seen.size, keys.size, Math.max(...keys)];
     })(mazes)""", mazes=texts(draw(100, 9, 9)))  # fmt: skip
-    assert observations == keys > 20_000 and most < 2**52
+    assert observations == keys > 20_000
+    assert most < 2**52
 
 
 def test_the_solver_is_amazes_and_its_way_can_be_walked(js):
@@ -144,7 +147,8 @@ def test_the_solver_is_amazes_and_its_way_can_be_walked(js):
     for i in np.flatnonzero(solution.solvable):
         way = np.array(found[i]["way"])
         moves = np.abs(np.diff(way, axis=0)).sum(1)
-        assert not np.asarray(levels.wall_map)[i][way[:, 1], way[:, 0]].any() and max(moves) == 1
+        assert not np.asarray(levels.wall_map)[i][way[:, 1], way[:, 0]].any()
+        assert max(moves) == 1
         assert [*way[0], *way[-1]] == [*levels.agent_pos[i], *levels.goal_pos[i]]
         assert len(way) == found[i]["n_actions"] + 1
 
@@ -267,7 +271,8 @@ def test_logits_and_values_are_flaxs(name, tmp_path, js):
                actions=actions.T.tolist())  # fmt: skip
     expected = np.concatenate([logits, values[..., None]], -1).swapaxes(0, 1)
     np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert dones[:-1].sum() > 7 and expected.std((0, 1)).min() > 0.02  # else little was compared
+    assert dones[:-1].sum() > 7
+    assert expected.std((0, 1)).min() > 0.02  # else little was compared
 
 
 def test_float16_is_numpys(js):
@@ -289,7 +294,8 @@ def test_actions_are_drawn_by_their_probabilities(js):
     expected = np.exp(logits) / np.exp(logits).sum()
     np.testing.assert_allclose(policy, expected, atol=1e-12)
     errors = np.sqrt(20000 * expected * (1 - expected))
-    assert (np.abs(counts - 20000 * expected) < 4 * errors).all() and greedy == 6
+    assert (np.abs(counts - 20000 * expected) < 4 * errors).all()
+    assert greedy == 6
 
 
 @pytest.mark.slow
@@ -311,10 +317,12 @@ def test_solve_rates_are_evaluates(tmp_path, js):
         return [episodes, solved, steps, entered, visits[cell(maze.level, maze.level.goal_pos)]];
     })""", filled=filled)  # fmt: skip
     rates = (returns[0] > 0).mean(1)
-    assert (rates > 0.1).sum() > 3 and (rates < 0.9).sum() > 3, rates  # else little was compared
+    assert (rates > 0.1).sum() > 3, rates
+    assert (rates < 0.9).sum() > 3, rates  # else little was compared
     for rate, length, (episodes, solved, steps, entered, ends) in zip(rates, lengths[0], found):
         pooled = (rate + solved / 400) / 2
-        assert episodes == 400 and ends == solved < entered < steps
+        assert episodes == 400
+        assert ends == solved < entered < steps
         assert abs(rate - solved / 400) < 4 * np.sqrt(2 * pooled * (1 - pooled) / 400) + 1e-9
         assert abs(length.mean() - steps / 400) < 4 * length.std() * np.sqrt(2 / 400)
 
@@ -408,7 +416,8 @@ def test_a_copy_that_plays_otherwise_is_refused(lie, trained, tmp_path, capsys, 
     init = jax.jit(copy.make_train(copy.Config(**fields)).init)
     state = jax.vmap(init)(jax.random.split(jax.random.key(0), 2))
     loud = jax.tree.map(lambda x: 3 * np.asarray(x), state.student.params)  # no chance of a tie
-    lying = config | {"script": "my_dr.py"}, 1, rows, {"student": {"params": loud}}
+    config = config | {"script": "my_dr.py"}
+    lying = evaluate.Checkpoint(config, 1, rows, {"student": {"params": loud}})
     monkeypatch.setattr(evaluate, "read_run", lambda path: lying)
     out = tmp_path / "out"
     options = "--script", tmp_path / "my_dr.py", "--out", out
@@ -432,12 +441,14 @@ def test_a_network_with_other_parts_is_refused(name, tmp_path):
 
 @pytest.mark.slow
 def test_what_float16_cannot_hold_is_refused(trained, tmp_path, capsys, monkeypatch):
-    config, step, rows, state = read_run(trained[0])
-    core = state["student"]["params"]["params"]["core"]
+    stored = read_run(trained[0])
+    core = stored.state["student"]["params"]["params"]["core"]
     core["bias"] = np.where(np.arange(len(core["bias"][0])) == 3, np.float32(7e4), core["bias"])
-    monkeypatch.setattr(evaluate, "read_run", lambda path: (config, step, rows, state))
+    monkeypatch.setattr(evaluate, "read_run", lambda path: stored)
     status, _, errors = call(capsys, monkeypatch, trained[0], "--out", tmp_path / "out")
-    assert status == 2 and "not finite" in errors[0] and not (tmp_path / "out").exists()
+    assert status == 2
+    assert "not finite" in errors[0]
+    assert not (tmp_path / "out").exists()
 
 
 # --- in a browser

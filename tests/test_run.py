@@ -9,8 +9,7 @@ import shutil
 import signal
 import struct
 import sys
-from ast import literal_eval
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -30,7 +29,7 @@ import evaluate
 FIRST = "update grad_updates env_steps seed seconds".split()
 COLUMNS = """train_return train_solve_rate train_episode_length policy_loss value_loss total_loss
     entropy approx_kl clip_fraction explained_variance grad_norm param_norm current_lr walls
-    path_length solvable optimal_return unsolvable_share eval_solve_rate eval_return
+    path_length solvable optimal_return eval_solve_rate eval_return
     eval_solve_rate/TrivialMaze eval_return/TrivialMaze""".split()
 LOSSES = "policy_loss value_loss total_loss entropy approx_kl grad_norm param_norm".split()
 
@@ -53,10 +52,13 @@ def test_what_a_run_writes(whole):
     for path in (whole / name for name in found if name.endswith("png")):
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     config = json.loads((whole / "config.json").read_text())
-    assert config["script"] == "dr.py" and config["num_updates"] == 300 and config["lr"] == 1e-2
+    assert config["script"] == "dr.py"
+    assert config["num_updates"] == 300
+    assert config["lr"] == 1e-2
     assert {f.name for f in fields(dr.Config)} < config.keys()
     checkpoint = load(whole)
-    assert checkpoint["step"] == 300 and checkpoint["state"]["step"] is None
+    assert checkpoint["cycles"] == 300
+    assert checkpoint["state"]["cycles"] is None
     assert [row["seed"] for row in checkpoint["rows"].values()] == [0, 1]
     assert {len(x) for x in leaves(checkpoint).values()} == {2}
 
@@ -66,17 +68,21 @@ def test_logs(whole):
     with open(whole / "logs.csv", newline="") as file:
         reader = csv.DictReader(file)
         rows = list(reader)
-    assert reader.fieldnames[:5] == FIRST and {*reader.fieldnames} == {*FIRST, *COLUMNS}
+    assert reader.fieldnames[:5] == FIRST
+    assert {*reader.fieldnames} == {*FIRST, *COLUMNS}
     assert [int(row["update"]) for row in rows] == [i for i in range(2, 301, 2) for _ in "ab"]
     assert [int(row["seed"]) for row in rows] == [0, 1] * 150
     for row in rows:
         update = int(row["update"])
-        assert int(row["grad_updates"]) == update and int(row["env_steps"]) == update * 8 * 16
+        assert int(row["grad_updates"]) == update
+        assert int(row["env_steps"]) == update * 8 * 16
         for name in COLUMNS:  # a value, but for evaluations that were not due
             assert (row[name] == "") == ("eval" in name and update % 4 != 0), (name, update)
-        assert 0 < float(row["entropy"]) <= np.log(7) + 1e-3 and 0 <= float(row["solvable"]) <= 1
+        assert 0 < float(row["entropy"]) <= np.log(7) + 1e-3
+        assert 0 <= float(row["solvable"]) <= 1
     seconds = [float(row["seconds"]) for row in rows]
-    assert seconds == sorted(seconds) and seconds[-1] > 0
+    assert seconds == sorted(seconds)
+    assert seconds[-1] > 0
     solved = [float(row["train_solve_rate"]) for row in rows]
     assert np.mean(solved[-40:]) > np.mean(solved[:40]) + 0.1  # it learns
 
@@ -94,7 +100,8 @@ def test_curves_are_means_of_what_seeds_have_at_an_update(monkeypatch, tmp_path,
     np.testing.assert_allclose(train, [[12, 0.2], [25, 0.5]])
     np.testing.assert_allclose(evaluated, [[25, 0.75]])
     band = drawn[0].axes[0].collections[0].get_paths()[0].vertices[:, 1]
-    assert np.isclose(band.min(), 0.1) and np.isclose(band.max(), 0.6)
+    assert np.isclose(band.min(), 0.1)
+    assert np.isclose(band.max(), 0.6)
 
     rows[0] += ",gamma"
     rows[1:] = [f"{row},{gamma}" for row, gamma in zip(rows[1:], (0.9990, 0.9992) * 2)]
@@ -109,7 +116,7 @@ def test_killed_at_any_moment(tmp, whole, launch, train):
     for update in (50, 150):
         process = launch(*args, "--out", folder)
         assert interrupt(process, folder, update, signal.SIGKILL)[0] == -signal.SIGKILL
-        assert 0 < last_update(folder) - 16 <= load(folder)["step"] < 300
+        assert 0 < last_update(folder) - 16 <= load(folder)["cycles"] < 300
         args = ["--resume"]
     train("--resume", "--out", folder)
     assert_equal(folder, whole)
@@ -131,8 +138,8 @@ def test_signals_stop_after_the_chunk(tmp, stopped):
     assert args == ["--resume", "--out", str(folder)]
     assert [status for status, _, _ in said] == [130, 143]
     assert not any("Traceback" in err for _, _, err in said)
-    steps = [int(re.search(r"stopped at update (\d+)", out)[1]) for _, out, _ in said]
-    assert load(folder)["step"] == steps[1] == last_update(folder)
+    steps = [int(re.search(r"stopped at cycle (\d+)", out)[1]) for _, out, _ in said]
+    assert load(folder)["cycles"] == steps[1] == last_update(folder)
     assert 30 <= steps[0] < 100 <= steps[1] < 300
     assert (folder / "levels" / f"update_{steps[0]}.png").exists()
 
@@ -145,7 +152,8 @@ def test_stopped_and_resumed_equals_uninterrupted(tmp, stopped, whole, train):
     before = contents(folder)
     said = train("--resume", "--out", folder)  # nothing is left to do
     assert f"next: python evaluate.py {folder}" in said
-    assert table(folder) == table(whole) and contents(folder).keys() == before.keys()
+    assert table(folder) == table(whole)
+    assert contents(folder).keys() == before.keys()
 
 
 @pytest.mark.slow
@@ -161,9 +169,12 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp, stopped, call, train, whole
     interval = 10 if file == "checkpoint.msgpack" else 1000
     args = "--resume", "--checkpoint-interval", interval, "--out", folder
     status, _, err = call(*args, before=limit)
-    assert status == 1 and "Traceback" not in err
+    assert status == 1
+    assert "Traceback" not in err
     line = err.splitlines()[-1]
-    assert line.startswith("dr.py: error: ") and "File too large" in line and file in line
+    assert line.startswith("dr.py: error: ")
+    assert "File too large" in line
+    assert file in line
     assert (folder / "checkpoint.msgpack").read_bytes() == before
     assert not list(folder.rglob("*.tmp"))
     if file == "checkpoint.msgpack":
@@ -183,7 +194,8 @@ def say(monkeypatch, capsys, *args, module=dr):
         module.main()
     signal.signal(signal.SIGINT, handler)
     captured = capsys.readouterr()
-    assert "compil" not in captured.out and "Traceback" not in captured.err
+    assert "compil" not in captured.out
+    assert "Traceback" not in captured.err
     return error.value.code, captured.err.splitlines()[-1] if captured.err else captured.out
 
 
@@ -247,7 +259,8 @@ def test_bad_values(monkeypatch, capsys, tmp_path, args, field):
     out = tmp_path / "run"
     status, line = say(monkeypatch, capsys, *TINY, *args.split(), "--out", out)
     assert status == 2
-    assert line.startswith(f"dr.py: error: {field}") and ": allowed is " in line
+    assert line.startswith(f"dr.py: error: {field}")
+    assert ": allowed is " in line
     assert not out.exists()
 
 
@@ -269,7 +282,8 @@ def test_what_is_allowed_is_said(monkeypatch, capsys, tmp_path):
     }
     for args, words in cases.items():
         said = say(monkeypatch, capsys, *TINY, "--out", tmp_path / "run", *args.split())
-        assert said[0] == 2 and words in said[1]
+        assert said[0] == 2
+        assert words in said[1]
     assert not (tmp_path / "run").exists()
 
 
@@ -290,16 +304,20 @@ def test_bad_value_in_a_process(tmp, call):
 def test_a_folder_that_holds_a_run_is_not_touched(monkeypatch, capsys, whole):
     before = contents(whole)
     status, line = say(monkeypatch, capsys, *LONG, "--out", whole)
-    assert status == 2 and "error: out = " in line and "--resume" in line
+    assert status == 2
+    assert "error: out = " in line
+    assert "--resume" in line
     assert contents(whole) == before
 
 
 def test_out_cannot_be_made(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").write_text("precious")
     status, line = say(monkeypatch, capsys, *SHORT, "--out", tmp_path / "file")
-    assert status == 2 and "error: out = " in line
+    assert status == 2
+    assert "error: out = " in line
     status, line = say(monkeypatch, capsys, *SHORT, "--out", tmp_path / "file" / "run")
-    assert status in (1, 2) and "Not a directory" in line
+    assert status in (1, 2)
+    assert "Not a directory" in line
     assert "the last checkpoint is intact" not in line  # there is none
     assert (tmp_path / "file").read_text() == "precious"
 
@@ -313,7 +331,6 @@ def test_out_cannot_be_made(monkeypatch, capsys, tmp_path):
     ("--lr 0.5", "lr = 0.5"),
     ("--gamma 0.5", "gamma = 0.5"),
     ("--anneal-lr", "anneal_lr = True"),
-    ("--fast", "fast = True"),
     ("--seeds 3", "seeds = 3"),
     ("--seed 1", "seed = 1"),
     ("--sweep lr=0.1,0.2", "sweep = ('lr=0.1,0.2',)"),
@@ -321,9 +338,12 @@ def test_out_cannot_be_made(monkeypatch, capsys, tmp_path):
 def test_resume_refuses_another_run(monkeypatch, capsys, whole, args, field):
     before = contents(whole)
     status, line = say(monkeypatch, capsys, "--resume", "--out", whole, *args.split())
-    assert status == 2 and line.startswith(f"dr.py: error: {field}: allowed is ")
-    assert "as in the run to resume" in line and contents(whole) == before
-    assert ("more" in line) == field.startswith("num_updates") and "longer" not in line
+    assert status == 2
+    assert line.startswith(f"dr.py: error: {field}: allowed is ")
+    assert "as in the run to resume" in line
+    assert contents(whole) == before
+    assert ("more" in line) == field.startswith("num_updates")
+    assert "longer" not in line
 
 
 @pytest.mark.slow
@@ -336,8 +356,10 @@ def test_resume_refuses_other_metrics(tmp, call, whole, name):
     script = copy(tmp / name, "dr", {line: line + change})
     before = contents(whole)
     status, _, err = call("--resume", "--out", whole, "--num-updates", 400, script=script)
-    assert status == 2 and err.startswith(f"dr.py: error: out = '{whole}': allowed is ")
-    assert err.rstrip().endswith(f"same metrics; not so: {name}") and contents(whole) == before
+    assert status == 2
+    assert err.startswith(f"dr.py: error: out = '{whole}': allowed is ")
+    assert err.rstrip().endswith(f"same metrics; not so: {name}")
+    assert contents(whole) == before
 
 
 @pytest.mark.slow
@@ -346,28 +368,36 @@ def test_an_annealed_run_does_not_go_on(monkeypatch, capsys, tmp_path, whole):
     stored = json.loads((whole / "config.json").read_text()) | {"anneal_lr": True}
     (tmp_path / "config.json").write_text(json.dumps(stored))
     status, line = say(monkeypatch, capsys, "--resume", "--num-updates", 400, "--out", tmp_path)
-    assert status == 2 and line.startswith("dr.py: error: num_updates = 400: allowed is 300")
+    assert status == 2
+    assert line.startswith("dr.py: error: num_updates = 400: allowed is 300")
     assert "anneal" in line
 
 
 @pytest.mark.parametrize("name", ["dr", "plr", "accel", "paired", "sfl"])
-def test_fast(name):
-    """--fast is FAST, of each mode's fields too, so that --parallel changes nothing else; what is
-    given wins; the help names its values."""
+def test_a_preset_is_where_flags_start(name):
+    """What else is given wins, in any order; the first preset counts if there are two."""
     module = importlib.import_module(name)
-    fast = asdict(module.Config()) | module.FAST | {"fast": True}
-    assert asdict(module.parse(["--fast"])) == fast
-    given = ["--lr", "0.5", "--fast", "--seeds", "3", "--sweep", "gamma=0.5,0.6"]
-    wanted = {"lr": 0.5, "seeds": 3, "sweep": ("gamma=0.5,0.6",)}
-    assert asdict(module.parse(given)) == fast | wanted
-    if hasattr(module, "PARALLEL"):
-        assert asdict(module.parse(["--fast", "--parallel"])) == fast | {"parallel": True}
-        assert {*module.SERIAL} <= {*module.FAST}
-    text = Path(module.__file__).read_text()
-    said = re.findall(r"^    (\w+): [^#]*  # .*; fast ([^;\s]+)$", text, re.M)
-    said = {field: literal_eval(value.replace(",", "")) for field, value in said}
-    assert getattr(module, "SERIAL", {}) | said == module.FAST
-    assert all(getattr(module.Config(), field) != value for field, value in said.items())
+    assert module.parse([]) == module.Config()
+    assert module.PRESETS["--fast"] == module.FAST
+    for flag, preset in module.PRESETS.items():
+        assert preset != module.Config()
+        assert module.parse([flag]) == preset
+        given = ["--lr", "0.5", flag, "--seeds", "3", "--sweep", "gamma=0.5,0.6"]
+        wanted = replace(preset, lr=0.5, seeds=3, sweep=("gamma=0.5,0.6",))
+        assert module.parse(given) == wanted
+    if len(module.PRESETS) > 1:
+        both = module.parse(["--parallel", "--fast"])
+        assert both == replace(module.FAST, parallel=True)
+
+
+@pytest.mark.parametrize("name", ["plr", "accel"])
+def test_modes_are_presets(name):
+    module = importlib.import_module(name)
+    assert module.PARALLEL.parallel
+    assert module.PARALLEL.num_updates == 30_000
+    assert not module.PLAIN.robust
+    assert module.PLAIN.num_updates == 30_000
+    assert module.parse(["--no-robust", "--num-updates", "7"]).num_updates == 7
 
 
 @pytest.mark.slow
@@ -389,63 +419,70 @@ def test_resume_takes_the_fields_of_the_run(whole):
 def test_resume_needs_a_run(monkeypatch, capsys, tmp_path, whole):
     for args in ([], ["--out", tmp_path / "none"], ["--out", tmp_path]):
         status, line = say(monkeypatch, capsys, "--resume", *args)
-        assert status == 2 and line.startswith("dr.py: error: out = ") and "--resume" in line
+        assert status == 2
+        assert line.startswith("dr.py: error: out = ")
+        assert "--resume" in line
     shutil.copy(whole / "config.json", tmp_path)
     text = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(text.replace('"dr.py"', '"plr.py"'))
     status, line = say(monkeypatch, capsys, "--resume", "--out", tmp_path)
-    assert status == 2 and "a run of dr.py" in line
+    assert status == 2
+    assert "a run of dr.py" in line
     (tmp_path / "config.json").write_text(text.replace('"lr"', '"learning_rate"'))
     status, line = say(monkeypatch, capsys, "--resume", "--out", tmp_path)
-    assert status == 2 and line.startswith("dr.py: error: out = ") and "as it stands" in line
+    assert status == 2
+    assert line.startswith("dr.py: error: out = ")
+    assert "as it stands" in line
+
+
+def squeezed(text):
+    """Without what a table's frame and line breaks add."""
+    return re.sub(r"[\s│╭╮╰╯─]", "", text)
 
 
 @pytest.mark.parametrize("name", ["dr", "plr", "accel", "paired", "sfl"])
-def test_help_shows_the_docstring_as_it_stands(monkeypatch, capsys, name):
+def test_help(monkeypatch, capsys, name):
+    """The docstring as it stands; of each field its comment, choices and the value it will have."""
     module = importlib.import_module(name)
-    status, said = say(monkeypatch, capsys, "--help", module=module)
-    assert not status and module.__doc__.strip() in said and said.count(module.__doc__[:40]) == 1
-    plain = lambda text: re.sub(r"\s", "", text)
-    about = dict(re.findall(r"(?m)^    (\w+): .*  # (.*)", inspect.getsource(module.Config)))
-    for field in fields(module.Config):
-        assert plain(about[field.name]) in plain(said), field.name
-        for choice in get_args(field.type) if get_origin(field.type) is Literal else ():
-            assert plain(repr(choice)) in plain(said)
-    assert "~/.cache/amaze" in said and "60,\n" not in said
-    assert max(map(len, said.partition(module.__doc__)[2].splitlines())) <= 95
-
-
-def listed(said):
-    """The fields and values of a help text."""
-    found = re.findall(r"(?m)^  --([a-z0-9-]+) (\(.*?\)|\S+)", said.partition("\nPPO")[2])
-    return {name.replace("-", "_"): literal_eval(value) for name, value in found if name}
-
-
-@pytest.mark.parametrize("name", ["dr", "plr", "accel", "paired", "sfl"])
-def test_help_shows_sections_and_the_values_that_will_be_used(monkeypatch, capsys, name):
-    module = importlib.import_module(name)
-    cases = [[], ["--fast"], ["--num-envs", "64", "--sweep", "lr=0.1"]]
-    cases += [["--parallel"], ["--no-robust"]] if hasattr(module, "PARALLEL") else []
-    for args in cases:
-        said = say(monkeypatch, capsys, *args, "--help", module=module)[1]
-        assert listed(said) == asdict(module.parse(args))
-    sections = re.findall(r"(?m)^    # (.*)", inspect.getsource(module.Config))
-    places = [said.index(f"\n\n{section}\n  --") for section in sections]
-    assert places == sorted(places) and "run" in sections
-    assert say(monkeypatch, capsys, "--resume", "--out", "/nowhere", "-h", module=module)[0] is None
+    about = dict(re.findall(r"(?m)^    (\w+): .*?  # (.*)", inspect.getsource(module.Config)))
+    assert about.keys() == {f.name for f in fields(module.Config)}
+    for args in [], *([flag] for flag in module.PRESETS):
+        status, said = say(monkeypatch, capsys, *args, "--help", module=module)
+        assert not status
+        assert said.count(module.__doc__) == 1
+        assert "~/.cache/amaze" in said
+        said = squeezed(said.partition(module.__doc__)[2])
+        for field in fields(module.Config):
+            value, flag = getattr(module.parse(args), field.name), field.name.replace("_", "-")
+            kind = {int: "INT", float: "FLOAT"}.get(field.type, "STR")
+            if field.type is bool:
+                kind = f",--no-{flag}"
+            if get_origin(field.type) is Literal:
+                kind = "{" + ",".join(get_args(field.type)) + "}"
+            end = "(repeatable)" if field.name == "sweep" else f"(default:{value or repr(value)})"
+            assert squeezed(f"--{flag}{kind}{about[field.name]}{end}") in said, (args, field.name)
 
 
 @pytest.mark.parametrize("name", ["plr", "accel"])
 @pytest.mark.parametrize("args", ["", "--fast", "--parallel", "--fast --parallel",
                                   "--fast --no-robust"])  # fmt: skip
-def test_fast_says_for_which_modes_it_was_not_tuned(monkeypatch, capsys, name, args):
+def test_fast_says_for_which_modes_it_was_not_tuned(capsys, name, args):
     module = importlib.import_module(name)
-    monkeypatch.setattr(module, "make_programs", Mock(side_effect=module.BadConfig("enough")))
-    monkeypatch.setattr(module, "tqdm", Mock())
-    assert say(monkeypatch, capsys, *args.split(), module=module)[0] == 2
-    said = [call.args[0] for call in module.tqdm.write.mock_calls]
-    words = "--fast was tuned for the serial, robust mode, not for this one"
-    assert said == [words] * ("--fast " in args)
+    module.parse(args.split())
+    other = args.removeprefix("--fast ")
+    words = f"--fast was not tuned for {other}\n"
+    assert capsys.readouterr().out == words * ("--fast " in args)
+
+
+@pytest.mark.parametrize("given, hint", [
+    ("--robust False", "--robust False: allowed is --robust or --no-robust"),
+    ("--solvable-only=true", "--solvable-only true: allowed is --solvable-only or --no-"),
+])  # fmt: skip
+def test_a_boolean_takes_no_value(monkeypatch, capsys, given, hint):
+    plr = importlib.import_module("plr")
+    status, line = say(monkeypatch, capsys, *given.split(), module=plr)
+    assert status == 2
+    assert line.startswith(f"plr.py: error: {hint}")
 
 
 # --- compiled programs, from one run to the next
@@ -470,7 +507,8 @@ def test_a_second_start_compiles_nothing_and_equals_the_first(tmp, train, option
     assert not programs(folder)
     start(*args, "--out", folder / "first", env=env)
     kept = programs(folder / "user")
-    assert kept and len({path.parent for path in kept}) == 1
+    assert kept
+    assert len({path.parent for path in kept}) == 1
     start(*args, "--out", folder / "second", env=env)
     rewind(folder / "first", folder / "third", 8)
     start("--resume", "--out", folder / "third", env=env)
@@ -504,21 +542,26 @@ def test_where_programs_are_kept(monkeypatch, tmp_path, capsys, name):
         return jax.config.jax_compilation_cache_dir, capsys.readouterr().err
 
     try:
-        assert start("", given="gs://mine") == ("gs://mine", "") and start("x", "") == ("", "")
+        assert start("", given="gs://mine") == ("gs://mine", "")
+        assert start("x", "") == ("", "")
         assert not (tmp_path / ".cache").exists()
         kinds = [("One", 1, "avx"), ("One", 2, "avx"), ("One", 1, "avx sse"), ("Two", 1, "avx")]
         one, same, *others = (start(cpu.format(*kind))[0] for kind in kinds)
         others += [start("Features\t: sve\n")[0], start("Features\t: neon\n")[0], start("")[0]]
-        assert one == same and len({one, *others}) == 6
+        assert one == same
+        assert len({one, *others}) == 6
         for folder in (one, *others):
             assert re.fullmatch(rf"jax-{jax.__version__}-[0-9a-f]{{9,16}}", Path(folder).name)
-            assert Path(folder).is_dir() and Path(folder).parent == tmp_path / ".cache/amaze"
+            assert Path(folder).is_dir()
+            assert Path(folder).parent == tmp_path / ".cache/amaze"
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
         assert Path(start(cpu.format("One", 1, "avx"))[0]).parent == tmp_path / "xdg/amaze"
         monkeypatch.setenv("XDG_CACHE_HOME", str(info))
         kept, said = start("x")
-        assert kept is None and len(said.splitlines()) == 1
-        assert said.startswith("warning: compiled programs are not kept: ") and str(info) in said
+        assert kept is None
+        assert len(said.splitlines()) == 1
+        assert said.startswith("warning: compiled programs are not kept: ")
+        assert str(info) in said
     finally:
         update(own)
         signal.signal(signal.SIGINT, handler)
@@ -527,7 +570,8 @@ def test_where_programs_are_kept(monkeypatch, tmp_path, capsys, name):
 def test_an_error_without_a_file_is_said_as_it_is(monkeypatch, capsys):
     monkeypatch.setattr(dr, "run", Mock(side_effect=OSError("Network is unreachable")))
     status, line = say(monkeypatch, capsys)
-    assert status == 1 and line.startswith("dr.py: error: Network is unreachable; the last")
+    assert status == 1
+    assert line.startswith("dr.py: error: Network is unreachable; the last")
 
 
 # --- rows: seeds, groups, sweeps
@@ -576,10 +620,13 @@ def test_points_of_a_sweep():
     assert np.allclose([row["lr"] for row in rows[::4]], [1e-4, 1e-3, 1e-2])
     config = dr.Config(seeds=2, sweep=("lr=log:1e-4:1e-2:3", "gamma=0.5,0.6"), sweep_random=200)
     rows = dr.make_rows(config)
-    assert rows == dr.make_rows(config) and len(rows) == 400
+    assert rows == dr.make_rows(config)
+    assert len(rows) == 400
     assert {row["gamma"] for row in rows} == {0.5, 0.6}
     lr = np.log10([row["lr"] for row in rows[::2]])
-    assert len(set(lr)) == 200 and lr.min() >= -4 and lr.max() <= -2
+    assert len(set(lr)) == 200
+    assert lr.min() >= -4
+    assert lr.max() <= -2
     assert np.histogram(lr, 4, (-4, -2))[0].min() > 25  # uniform in the logarithm
     assert all(a["lr"] == b["lr"] and a["seed"] != b["seed"] for a, b in zip(rows[::2], rows[1::2]))
     assert dr.make_rows(dr.Config(seeds=2)) == [{"seed": 0}, {"seed": 1}]
@@ -603,7 +650,9 @@ def test_a_picture_that_cannot_be_written_is_made_again(tmp, sweep, call, train)
     picture.unlink()
     picture.mkdir()
     status, _, err = call("--resume", "--out", folder)
-    assert status == 1 and "update_12.png" in err.splitlines()[-1] and load(folder)["step"] == 8
+    assert status == 1
+    assert "update_12.png" in err.splitlines()[-1]
+    assert load(folder)["cycles"] == 8
     picture.rmdir()
     (folder / "checkpoint_12.msgpack").unlink()
     train("--resume", "--out", folder)
@@ -616,9 +665,10 @@ def test_divergence(tmp, sweep, train):
     """A training that has diverged is named once, logs nan, and the others go on."""
     folder = tmp / "diverged"
     said = train(*SHORT, "--sweep", "lr=1e-2,1e38", "--out", folder)
-    named = re.findall("^diverged at update 1: .*", said, re.MULTILINE)
+    named = re.findall("^diverged at cycle 1: .*", said, re.MULTILINE)
     assert len(named) == said.count("diverged at") == 1
-    assert "1e+38" in named[0] and "0.01" not in named[0]
+    assert "1e+38" in named[0]
+    assert "0.01" not in named[0]
     assert_close(folder, [0], sweep, [0])
     for row in table(folder)[1::2]:
         assert {row[name] for name in LOSSES} == {"nan"}
@@ -630,13 +680,15 @@ def test_divergence(tmp, sweep, train):
 def test_all_trainings_diverge(tmp, call):
     """After a checkpoint, which stays."""
     lr = "lr = config.lr * "
-    script = copy(tmp, "diverge", {lr: f"{lr}jnp.where(state.step == 6, 1e38, 1.0) * "})
+    script = copy(tmp, "diverge", {lr: f"{lr}jnp.where(state.cycles == 6, 1e38, 1.0) * "})
     folder = tmp / "all_diverged"
     status, out, err = call(*SHORT, "--seeds", 2, "--out", folder, script=script)
-    assert status == 1 and "Traceback" not in err
-    assert re.findall(r"diverged at update 7: .*'seed': (\d)", out) == ["0", "1"]
+    assert status == 1
+    assert "Traceback" not in err
+    assert re.findall(r"diverged at cycle 7: .*'seed': (\d)", out) == ["0", "1"]
     line = err.splitlines()[-1]
-    assert line.startswith("diverge.py: error: ") and "diverged" in line
+    assert line.startswith("diverge.py: error: ")
+    assert "diverged" in line
     checkpoint = (folder / "checkpoint.msgpack").read_bytes()
     assert checkpoint == (folder / "checkpoint_4.msgpack").read_bytes()
     log = table(folder)
@@ -664,7 +716,8 @@ def test_a_new_float_is_swept(tmp, sweep, train):
     log = table(folder)
     assert all(log[i]["policy_loss"] != log[i + 1]["policy_loss"] for i in range(0, 12, 2))
     status = json.loads((folder / "config.json").read_text())
-    assert status["script"] == "noisy.py" and status["noise"] == 1.0
+    assert status["script"] == "noisy.py"
+    assert status["noise"] == 1.0
 
 
 @pytest.mark.slow
@@ -694,9 +747,13 @@ def test_a_metric_is_missing(tmp, call, name):
     script = copy(tmp, f"no_{name}", {f'"{name}": cycles': f'"my_{name}": cycles'})
     folder = tmp / f"run_without_{name}"
     status, out, err = call(*SHORT, "--out", folder, script=script)
-    assert status == 2 and "Traceback" not in err and "compil" not in out
-    assert err.startswith(f"no_{name}.py: error: ") and len(err.splitlines()) == 1
-    assert name in err and not folder.exists()
+    assert status == 2
+    assert "Traceback" not in err
+    assert "compil" not in out
+    assert err.startswith(f"no_{name}.py: error: ")
+    assert len(err.splitlines()) == 1
+    assert name in err
+    assert not folder.exists()
 
 
 # --- trackers
@@ -731,9 +788,11 @@ def test_track_wandb(tmp, sweep, train):
     for path in folder.rglob("*.wandb"):
         records = list(wandb_records(path))
         run = next(x.run for x in records if x.WhichOneof("record_type") == "run")
-        assert run.run_group == folder.name and run.project == "mine"
+        assert run.run_group == folder.name
+        assert run.project == "mine"
         config = {x.key: json.loads(x.value_json) for x in run.config.update}
-        assert config["num_updates"] == 12 and config["eval_suite"] == "TrivialMaze"
+        assert config["num_updates"] == 12
+        assert config["eval_suite"] == "TrivialMaze"
         row = [config[name] for name in names]
         seen[run.display_name] = tuple(row)
         expected = [line for line in log if [float(line[name]) for name in names] == row]
@@ -761,7 +820,8 @@ def test_what_a_tracker_calls_a_run(monkeypatch, capsys, tmp_path, env):
     about = library.init.call_args.kwargs
     expected = ("mine", "trial-0", "run") if env else ("dr.py", "run-0", "run")
     assert (about["project"], about["name"], about["group"]) == expected
-    assert about["config"]["num_updates"] == 2 and about["dir"] == tmp_path / "run"
+    assert about["config"]["num_updates"] == 2
+    assert about["dir"] == tmp_path / "run"
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
@@ -769,8 +829,10 @@ def test_tracker_is_not_installed(monkeypatch, capsys, tmp_path, name):
     monkeypatch.setitem(sys.modules, name, None)
     out = tmp_path / "run"
     status, line = say(monkeypatch, capsys, *SHORT, "--track", name, "--out", out)
-    assert status == 2 and line.startswith(f"dr.py: error: track = '{name}': allowed is ")
-    assert f"pip install {name}" in line and not out.exists()
+    assert status == 2
+    assert line.startswith(f"dr.py: error: track = '{name}': allowed is ")
+    assert f"pip install {name}" in line
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

@@ -193,13 +193,16 @@ def test_initial_values():
     complex_ = lambda x: np.asarray(x[0]) + 1j * np.asarray(x[1])
     for p in layers:
         for M in (2 * (V @ complex_(p["B"])).real, 2 * (complex_(p["C"]) @ V.conj().T).real):
-            assert M.shape == (256, 256) and abs(M.mean()) < 1e-3
+            assert M.shape == (256, 256)
+            assert abs(M.mean()) < 1e-3
             np.testing.assert_allclose(M.std() * 16, 1, rtol=0.02)
     D = np.concatenate([p["D"] for p in layers])
-    assert abs(D.mean()) < 0.15 and abs(D.std() - 1) < 0.1
+    assert abs(D.mean()) < 0.15
+    assert abs(D.std() - 1) < 0.1
     log_Delta = np.sort(np.concatenate([p["log_Delta"] for p in layers]))
     quantile = (log_Delta - np.log(0.001)) / np.log(100)
-    assert 0 <= quantile[0] and quantile[-1] <= 1
+    assert 0 <= quantile[0]
+    assert quantile[-1] <= 1
     assert abs(quantile - (np.arange(256) + 0.5) / 256).max() < 0.1  # Kolmogorov-Smirnov, p ~ 0.01
 
 

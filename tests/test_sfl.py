@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_plr
-from test_dr import SEED, close, inner, numbers, path_length, plain_stats, swap
+from parts import hacked, part
+from test_dr import SEED, close, numbers, path_length, plain_stats
 
 import sfl
 
@@ -22,10 +23,10 @@ CANDIDATES, COPIES, K, T, N = 48, 5, 12, test_plr.T, 8
 
 
 @cache
-def program(steps, config=SMALL):
-    """`update` of a number of steps, compiled; 0: `init`."""
+def program(cycles, config=SMALL):
+    """`update` of a number of cycles, compiled; 0: `init`."""
     train = sfl.make_train(config)
-    return jax.jit(lambda state: train.update(state, steps)) if steps else jax.jit(train.init)
+    return jax.jit(lambda state: train.update(state, cycles)) if cycles else jax.jit(train.init)
 
 
 @cache
@@ -41,8 +42,8 @@ def history():
 
 def names(levels):
     """One text for each level."""
-    parts = [np.asarray(x).reshape(len(levels.agent_dir), -1) for x in levels]
-    return ["".join(map(str, np.concatenate(row).astype(int))) for row in zip(*parts)]
+    fields = [np.asarray(x).reshape(len(levels.agent_dir), -1) for x in levels]
+    return ["".join(map(str, np.concatenate(row).astype(int))) for row in zip(*fields)]
 
 
 # --- the buffer
@@ -54,15 +55,15 @@ def scored():
     was played, as it was played."""
     seen = []
 
-    def play_queues(rng, params, queues):
+    def ruled(rng, params, queues):
         solved = (queues.agent_pos.sum(-1) + 2 * queues.goal_pos.sum(-1)) % (COPIES + 1)
         played, steps = queues.agent_pos[..., 0] > 0, 20 + queues.agent_pos[..., 0].sum(1)
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (queues, solved * played))
         jax.debug.callback(lambda *x: seen.append(x), *flat, steps)
         return solved, played, steps
 
-    score = inner(sfl.make_train(SMALL).update, "cycle", "score_candidates")
-    swap(score, "play_queues", play_queues)
+    copy = hacked(sfl, {"steps = play_queues(": "steps = ruled("}, ruled=ruled)
+    score = part(copy.make_train(SMALL), "score_candidates")
     state = program(0)(SEED).replace(more_steps=jnp.array(5))
     after, metrics = jax.jit(score)(jax.random.key(1), state)
     jax.effects_barrier()
@@ -72,11 +73,13 @@ def scored():
 def test_the_buffer_is_the_most_learnable_of_all_candidates():
     after, _, levels, won, _ = scored()
     played = names(levels)
-    assert len(played) == CANDIDATES and len(set(played)) > CANDIDATES - 5
+    assert len(played) == CANDIDATES
+    assert len(set(played)) > CANDIDATES - 5
     order = sorted(range(CANDIDATES), key=lambda i: -won[i] * (COPIES - won[i]))[:K]
     assert names(after.buffer.level) == [played[i] for i in order]
     assert close(after.buffer.solve_rate, won[order] / COPIES)
-    assert {0, COPIES} <= {*won} and len({*won[order]}) > 1
+    assert {0, COPIES} <= {*won}
+    assert len({*won[order]}) > 1
 
 
 def test_what_is_logged_of_the_candidates():
@@ -107,15 +110,16 @@ def test_scoring_counts_as_steps_of_the_environment():
 def test_each_level_of_a_queue_is_played_in_turn_from_a_fresh_memory(most):
     """By a plain loop over the episodes of each queue, with the same noise."""
     B, Q = 6, 3
-    train = sfl.make_train(replace(SMALL, rnn="gru", candidate_steps=most))
-    play_queues = inner(train.update, "cycle", "score_candidates", "play_queues")
     act = lambda h, noise: jnp.where(h % 3 == 0, sfl.amaze.FORWARD, jnp.argmax(noise))
 
-    def fake(params, h, obs, is_first, noise):  # of the memory's first unit, which counts the steps
+    def scripted(params, h, obs, is_first, noise):  # of h's first unit, which counts the steps
         h = jnp.where(is_first[:, None], 0.0, h) + 1
         return h, jax.vmap(act)(h[:, 0], noise), None, None
 
-    swap(play_queues, "act", fake)
+    acts = "[lanes]\n            memory, action, _, _ = {}("
+    copy = hacked(sfl, {acts.format("act"): acts.format("scripted")}, scripted=scripted)
+    train = copy.make_train(replace(SMALL, rnn="gru", candidate_steps=most))
+    play_queues = part(train, "play_queues")
     sample = jax.vmap(jax.vmap(lambda rng: sfl.amaze.sample_level(rng, 6, 5, 5)))
     queues = sample(jax.random.split(SEED, (B, Q)))
     solved, played, steps = map(np.asarray, jax.jit(play_queues)(SEED, None, queues))
@@ -131,8 +135,12 @@ def test_each_level_of_a_queue_is_played_in_turn_from_a_fresh_memory(most):
             length[b] += 1
         wins[b, i] += done and reward > 0
         ends[b, i] += bool(done)
-    assert (steps == length).all() and (solved == wins).all() and (played == (ends == COPIES)).all()
-    assert len({*solved.flat}) > 1 and played.any() and played.all() == (not most)
+    assert (steps == length).all()
+    assert (solved == wins).all()
+    assert (played == (ends == COPIES)).all()
+    assert len({*solved.flat}) > 1
+    assert played.any()
+    assert played.all() == (not most)
 
 
 def test_the_buffer_changes_every_score_interval_before_the_levels_are_chosen():
@@ -149,7 +157,8 @@ def test_the_buffer_changes_every_score_interval_before_the_levels_are_chosen():
         steps += int(after.more_steps - before.more_steps)
         played = steps - N * 2 * T
         assert played == 0 if i % 3 else CANDIDATES * COPIES <= played <= CANDIDATES * COPIES * 6
-        assert row["rollouts"] == after.rollouts and row["grad_updates"] == i + 1
+        assert row["rollouts"] == after.rollouts
+        assert row["grad_updates"] == i + 1
 
 
 # --- the levels that are learned from
@@ -159,7 +168,7 @@ def drawn(solve_rate, times=200):
     """What is chosen, that many times, from a buffer whose levels were solved so: names of its
     levels; of the levels drawn [times, N]; which are of the buffer [times, N]."""
     buffer = history()[0][1].buffer._replace(solve_rate=jnp.asarray(solve_rate))
-    choose = inner(sfl.make_train(SMALL).update, "cycle", "choose_levels")
+    choose = part(sfl.make_train(SMALL), "choose_levels")
     draws = jax.jit(jax.vmap(choose, in_axes=(0, None)))(jax.random.split(SEED, times), buffer)
     levels = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), draws[0])
     return names(buffer.level), np.array(names(levels)).reshape(times, N), np.asarray(draws[1])
@@ -169,18 +178,22 @@ def test_half_of_the_levels_are_drawn_uniformly_from_the_learnable_of_the_buffer
     """Seven slots of twelve; those that were never or always solved teach nothing."""
     learnable, times = 7, 400
     known, chosen, of_buffer = drawn([0.4, 0.6, 0.4, 0.2, 0.8, 0.2, 0.8, 1, 0, 1, 0, 0], times)
-    assert len({*known}) == K and (of_buffer == (np.arange(N) < N // 2)).all()
+    assert len({*known}) == K
+    assert (of_buffer == (np.arange(N) < N // 2)).all()
     counts = np.array([(chosen[of_buffer] == name).sum() for name in known])
     mean = N // 2 * times / learnable
-    assert counts[:learnable].sum() == mean * learnable and not counts[learnable:].any()
+    assert counts[:learnable].sum() == mean * learnable
+    assert not counts[learnable:].any()
     assert (abs(counts[:learnable] - mean) < 5 * mean**0.5).all()
     fresh = chosen[~of_buffer]
-    assert len({*fresh}) > 0.9 * len(fresh) and not {*fresh} & {*known}
+    assert len({*fresh}) > 0.9 * len(fresh)
+    assert not {*fresh} & {*known}
 
 
 def test_a_buffer_without_a_learnable_level_is_not_drawn_from():
     known, chosen, of_buffer = drawn([1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0])
-    assert not of_buffer.any() and not {*chosen.flat} & {*known}
+    assert not of_buffer.any()
+    assert not {*chosen.flat} & {*known}
 
 
 @pytest.mark.parametrize("evals", [2, 5, 10, 41, 49, 128])
@@ -193,59 +206,59 @@ def test_learnability_tells_always_from_nearly_always(evals):
 
 def test_solve_rates_of_random_and_buffer_levels_are_logged_apart():
     (_, before, *_), (_, row, *_) = history()
-    cycle = inner(sfl.make_train(SMALL).update, "cycle")
+    train = sfl.make_train(SMALL)
+    cycle_rngs, choose_levels, rollout = part(train, "cycle_rngs", "choose_levels", "rollout")
 
     @jax.jit
     def play(state):
-        _, rng_levels, rng_rollout, *_ = inner(cycle, "cycle_rngs")(state)
-        levels = inner(cycle, "choose_levels")(rng_levels, state.buffer)[0]
+        _, rng_levels, rng_rollout, *_ = cycle_rngs(state)
+        levels = choose_levels(rng_levels, state.buffer)[0]
         queue = jax.tree.map(lambda x: x[:, None], levels)
-        return inner(cycle, "rollout")(rng_rollout, state.student.params, queue)[0], levels
+        return rollout(rng_rollout, state.student.params, queue)[0], levels
 
     batch, levels = play(before)
     reward, done = np.asarray(batch.reward), np.asarray(batch.done)
     in_buffer = np.arange(N * 2) < N
-    parts = {"train": in_buffer | True, "replay": in_buffer, "fresh": ~in_buffer}
-    for name, where in parts.items():
+    shares = {"train": in_buffer | True, "replay": in_buffer, "fresh": ~in_buffer}
+    for name, where in shares.items():
         for key, x in plain_stats(reward, done, where).items():
             assert close(row[f"{name}_{key}"], x), (name, key)
     walls = np.asarray(levels.wall_map).sum((1, 2))
     assert close(row["replay_walls"], walls[: N // 2].mean())
     assert close(row["fresh_walls"], walls[N // 2 :].mean())
     levels = zip(*map(np.asarray, levels))
-    paths = [path_length(walls, tuple(x), tuple(y)) for walls, x, _, y in levels]
-    assert close(row["unsolvable_share"], np.mean([path is None for path in paths]))
+    solvable = [path_length(w, tuple(x), tuple(y)) is not None for w, x, _, y in levels]
+    assert close(row["replay_solvable"], np.mean(solvable[: N // 2]))
+    assert close(row["fresh_solvable"], np.mean(solvable[N // 2 :]))
 
 
 def test_a_level_that_has_ended_is_restarted():
     """Each episode of a trajectory opens as its first."""
-    cycle, opened = inner(sfl.make_train(SMALL).update, "cycle"), []
-    rollout = inner(cycle, "rollout")
-
-    def spy(rng, params, queue):
-        batch, last_value = rollout(rng, params, queue)
-        jax.debug.callback(lambda *x: opened.append(x), batch.obs, batch.is_first)
-        return batch, last_value
-
-    swap(cycle, "rollout", spy)
-    jax.jit(cycle)(history()[0][1], None)
+    rollout = "        batch, last_value = rollout(rng_rollout, state.student.params, queue)\n"
+    spy = "        jax.debug.callback(note, batch.obs, batch.is_first)\n"
+    opened = []
+    note = lambda *x: opened.append(x)
+    train = hacked(sfl, {rollout: rollout + spy}, note=note).make_train(SMALL)
+    kind = jax.tree.structure(jax.eval_shape(train.init, SEED))  # of the copy's own classes
+    state = jax.tree.unflatten(kind, jax.tree.leaves(history()[0][1]))
+    jax.jit(part(train, "cycle"))(state, None)
     jax.effects_barrier()
     obs, is_first = jax.tree.map(np.asarray, opened[0])
     assert is_first.sum() > 2 * N * 2
     for image, direction, first in zip(*(x.swapaxes(0, 1) for x in (*obs, is_first))):
-        assert (image[first] == image[0]).all() and (direction[first] == direction[0]).all()
+        assert (image[first] == image[0]).all()
+        assert (direction[first] == direction[0]).all()
 
 
 @pytest.mark.slow
-def test_show_gives_the_random_levels_of_the_next_update_and_the_buffer():
+def test_show_gives_the_random_levels_of_the_next_cycle_and_the_buffer():
     before = history()[0][1]
     shown = jax.jit(sfl.make_train(SMALL).show)(before)
     best, captions = shown["most learnable"]
     assert names(best) == names(before.buffer.level)
     assert captions["p"].tolist() == before.buffer.solve_rate.tolist()
-    cycle = inner(sfl.make_train(SMALL).update, "cycle")
-    rng_levels = inner(cycle, "cycle_rngs")(before)[1]
-    levels, of_buffer = inner(cycle, "choose_levels")(rng_levels, before.buffer)
+    cycle_rngs, choose_levels = part(sfl.make_train(SMALL), "cycle_rngs", "choose_levels")
+    levels, of_buffer = choose_levels(cycle_rngs(before)[1], before.buffer)
     assert names(shown["fresh"][0]) == names(jax.tree.map(lambda x: x[~of_buffer], levels))
 
 
@@ -253,7 +266,7 @@ def test_show_gives_the_random_levels_of_the_next_update_and_the_buffer():
 
 
 @pytest.mark.slow
-def test_updates_of_many_seeds_skip_the_scoring():
+def test_cycles_of_many_seeds_skip_the_scoring():
     train = jax.vmap(sfl.make_train(SMALL))
     lowered = jax.jit(train).lower(jax.random.split(SEED, 8))
     acts, acts_in_branch, learns = (False, False), (False, True), (True, False)
