@@ -1013,8 +1013,7 @@ def write(path, save):
 
 def make_folder(config, folder):
     """A run's folder with its config.json; one that holds something can only be resumed."""
-    is_free = not any(folder.glob("*"))
-    demand(config.resume or is_free, config, "out", "a new one, or --resume")
+    demand(config.resume or not any(folder.glob("*")), config, "out", "a new one, or --resume")
     try:
         (folder / "levels").mkdir(parents=True, exist_ok=config.resume)
     except OSError as error:
@@ -1025,7 +1024,7 @@ def make_folder(config, folder):
 
 
 def load_checkpoint(config, folder, metrics):
-    """What a run to resume has reached, and its states; of a new one nothing."""
+    """What a run to resume has reached; of a new one nothing."""
     last = {"cycles": 0, "seconds": 0.0, "log_bytes": 0, "state": None, "metrics": metrics}
     path = folder / "checkpoint.msgpack"
     if config.resume and path.exists():
@@ -1037,7 +1036,7 @@ def load_checkpoint(config, folder, metrics):
 
 
 def save_checkpoint(path, log, reached, rows, state):
-    """States and what was reached; how long logs.csv is too, so that both agree after a crash."""
+    """It notes how long logs.csv is, so that both agree after a crash."""
     data = reached | serialization.to_state_dict({"rows": rows, "state": gather(state)})
     if jax.process_index() == 0:
         os.fsync(log.fileno())  # before the checkpoint that counts on it
@@ -1046,28 +1045,26 @@ def save_checkpoint(path, log, reached, rows, state):
 
 
 def open_log(folder, log_bytes):
-    """logs.csv, cut to what the checkpoint knows of; processes but the first write nothing."""
+    """logs.csv, cut to what the checkpoint knows of; only the first process writes."""
     path = folder / "logs.csv" if jax.process_index() == 0 else Path(os.devnull)
     if path.is_file():
         os.truncate(path, log_bytes)
     return open(path, "a", buffering=1, newline="")
 
 
-def log_cell(values):
-    """The mean of what was measured; blank: nothing was, nan: not finite."""
-    measured = values[~np.isnan(values)]
-    if measured.size == 0:
-        return ""
-    return f"{measured.mean(dtype=float):.7g}" if np.isfinite(measured).all() else "nan"
-
-
 def log_row(config, row, metrics, cycle, seconds):
-    """A training's line of logs.csv after a chunk of cycles; metrics {name: [cycles]}."""
+    """A training's line of logs.csv, means over a chunk of cycles; metrics {name: [cycles]}.
+    Blank: nothing was measured; nan: something was not finite."""
     learned, rollouts = (int(metrics[name][-1]) for name in COUNTERS)
     steps = rollouts * config.num_envs * config.num_evals * config.num_steps
     counters = {"update": cycle, "grad_updates": learned, "env_steps": steps}
-    cells = {name: log_cell(x) for name, x in metrics.items() if name not in COUNTERS}
-    return counters | row | {"seconds": f"{seconds:.1f}"} | cells | row
+    line = counters | row | {"seconds": f"{seconds:.1f}"}
+    for name in [name for name in metrics if name not in COUNTERS]:
+        measured = metrics[name][~np.isnan(metrics[name])]
+        line[name] = f"{measured.mean(dtype=float):.7g}" if measured.size > 0 else ""
+        if not np.isfinite(measured).all():
+            line[name] = "nan"
+    return line | row
 
 
 def write_log(log, trackers, lines):
@@ -1254,8 +1251,8 @@ def refuse_words(arguments):
 def resume(config, read):
     """Config of the run in --out, with what is given now: read(defaults); it stays the same run."""
     path = Path(config.out) / "config.json"
-    is_run = config.out != "" and path.exists()
-    demand(is_run, config, "out", "the folder of a run, to --resume it")
+    there = config.out != "" and path.exists()
+    demand(there, config, "out", "the folder of a run, to --resume it")
     stored = json.loads(path.read_text())
     is_ours = stored.pop("script") == SCRIPT and set(stored) <= set(TYPES)
     demand(is_ours, config, "out", f"a run of {SCRIPT} as it stands, to --resume it")
@@ -1335,6 +1332,8 @@ def main():
     except (OSError, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, OSError) and not jax.distributed.is_initialized():
             raise
+        if getattr(error, "errno", None) is not None and error.filename is None:
+            error.filename = "logs.csv"  # all other files are written by `write`
         why, status = str(error).splitlines()[0], 1
         message = f"{why}; the last checkpoint is intact, if any; --resume goes on"
     print(f"{SCRIPT}: error: {message}", file=sys.stderr, flush=True)

@@ -47,41 +47,42 @@ from matplotlib.image import imsave
 
 NUM_ACTIONS = 7
 LEFT, RIGHT, FORWARD = 0, 1, 2
-VIEW = 5                                 # the agent sees VIEW x VIEW cells
-EMPTY, WALL, GOAL, UNSEEN, AGENT = (1, 0, 0), (2, 5, 0), (8, 1, 0), (0, 0, 0), (10, 0, 0)
+VIEW = 5  # the agent sees VIEW x VIEW cells
+EMPTY, WALL, GOAL = (1, 0, 0), (2, 5, 0), (8, 1, 0)
+UNSEEN, AGENT = (0, 0, 0), (10, 0, 0)
 # Four bits for each kind of cell, of channel c in word c: shifting is faster than a look-up.
-_KINDS = np.array([EMPTY, WALL, GOAL, UNSEEN], np.uint32)               # at most eight
+_KINDS = np.array([EMPTY, WALL, GOAL, UNSEEN], np.uint32)  # at most eight
 _WORDS = (_KINDS << 4 * np.arange(len(_KINDS), dtype=np.uint32)[:, None]).sum(0, dtype=np.uint32)
 
 
 class Level(NamedTuple):
-    wall_map: jax.Array                  # [H, W] bool, without the outer wall
-    agent_pos: jax.Array                 # [2] int32 (x, y)
-    agent_dir: jax.Array                 # [] int32
-    goal_pos: jax.Array                  # [2] int32 (x, y)
+    wall_map: jax.Array  # [H, W] bool, without the outer wall
+    agent_pos: jax.Array  # [2] int32 (x, y)
+    agent_dir: jax.Array  # [] int32
+    goal_pos: jax.Array  # [2] int32 (x, y)
 
 
 class Observation(NamedTuple):
-    image: jax.Array                     # [5, 5, 3] uint8: [left to right, far to near, triple]
-    direction: jax.Array                 # [] int32
+    image: jax.Array  # [5, 5, 3] uint8: [left to right, far to near, triple]
+    direction: jax.Array  # [] int32
 
 
 class EnvState(NamedTuple):
-    agent_pos: jax.Array                 # [2] int32 (x, y)
-    agent_dir: jax.Array                 # [] int32
-    t: jax.Array                         # [] int32, actions taken in this episode
-    front: jax.Array                     # [] uint8, the kind of cell ahead: image[2, 3, 0]
-    slot: jax.Array                      # [] int32, which level of the queue is being played
-    levels: Level                        # [K, ...], the queue; never changes
-    walls: jax.Array                     # [K * 4 * words * lines] uint32, pack_walls; never changes
-    max_steps: jax.Array                 # [] int32
+    agent_pos: jax.Array  # [2] int32 (x, y)
+    agent_dir: jax.Array  # [] int32
+    t: jax.Array  # [] int32, actions taken in this episode
+    front: jax.Array  # [] uint8, the kind of cell ahead: image[2, 3, 0]
+    slot: jax.Array  # [] int32, which level of the queue is being played
+    levels: Level  # [K, ...], the queue; never changes
+    walls: jax.Array  # [K * 4 * words * lines] uint32, pack_walls; never changes
+    max_steps: jax.Array  # [] int32
     see_through_walls: jax.Array | None  # [] bool; None: True for all, nothing is computed
 
 
 class Solution(NamedTuple):
-    path_length: jax.Array               # [] int32, moves between cells, -1 if unsolvable
-    n_actions: jax.Array                 # [] int32, fewest actions with turns, -1 if unsolvable
-    solvable: jax.Array                  # [] bool
+    path_length: jax.Array  # [] int32, moves between cells, -1 if unsolvable
+    n_actions: jax.Array  # [] int32, fewest actions with turns, -1 if unsolvable
+    solvable: jax.Array  # [] bool
 
 
 # --- dynamics and observation
@@ -106,10 +107,12 @@ def pack_walls(wall_map):
 
 def _in_frame(pos, direction, size):
     """Position as (steps from the edge at the back, steps from the left edge) of who faces so."""
-    x, y = pos[0], pos[1]
-    ahead, across = jnp.where(direction % 2 == 0, x, y), jnp.where(direction % 2 == 0, y, x)
-    return (jnp.where(direction >= 2, size - 1 - ahead, ahead),
-            jnp.where((direction == 1) | (direction == 2), size - 1 - across, across))
+    is_sideways = direction % 2 == 0
+    ahead = jnp.where(is_sideways, pos[0], pos[1])
+    across = jnp.where(is_sideways, pos[1], pos[0])
+    ahead = jnp.where(direction >= 2, size - 1 - ahead, ahead)
+    across = jnp.where((direction == 1) | (direction == 2), size - 1 - across, across)
+    return ahead, across
 
 
 def _visible(lines):
@@ -117,38 +120,39 @@ def _visible(lines):
 
     Light spreads sideways through open cells of a line, then to the line beyond and its diagonals.
     """
-    lit, seen = jnp.uint32(0b00100), []
+    lit = jnp.uint32(0b00100)
+    visible = []
     for line in lines:
         is_open = ~line & 0b11111
         passing = lit & is_open
         for _ in range(VIEW - 1):
             passing = passing | ((passing << 1 | passing >> 1) & is_open)
         beyond = passing | passing << 1 | passing >> 1
-        seen.append(lit | beyond)
+        visible.append(lit | beyond)
         lit = beyond
-    return jnp.stack(seen)
+    return jnp.stack(visible)
 
 
 def observe(state):
     """What the agent sees: MiniGrid's gen_obs with a 5 x 5 view."""
-    height, width = state.levels.wall_map.shape[-2:]
-    size, n_words = max(height, width), -(-max(height, width) // 28)
+    size = max(state.levels.wall_map.shape[-2:])
+    n_words = -(-size // 28)
     ahead, across = _in_frame(state.agent_pos, state.agent_dir, size)
     goal_ahead, goal_across = _in_frame(_current(state).goal_pos, state.agent_dir, size)
 
     row = (state.slot * 4 + state.agent_dir) * n_words + across // 28
     lines = jax.lax.dynamic_slice(state.walls, (row * (size + 4) + ahead,), (VIEW,))
-    lines = lines >> (across % 28).astype(jnp.uint32)                   # [5], near to far
+    lines = lines >> (across % 28).astype(jnp.uint32)  # [5], near to far
 
-    i, j = np.arange(VIEW)[:, None], np.arange(VIEW)[None, :]           # across, far to near
-    is_wall = lines[::-1] >> i.astype(np.uint32) & 1                    # [5, 5]
+    i, j = np.arange(VIEW)[:, None], np.arange(VIEW)[None, :]  # across, far to near
+    is_wall = lines[::-1] >> i.astype(np.uint32) & 1  # [5, 5]
     is_goal = (goal_across - across + 2 == i) & (goal_ahead - ahead == 4 - j)
-    kind = jnp.where(is_goal, np.uint32(2), is_wall)                    # an index into _KINDS
-    kind = jnp.where((i == 2) & (j == 4), np.uint32(0), kind)           # the agent's own cell
+    kind = jnp.where(is_goal, np.uint32(2), is_wall)  # an index into _KINDS
+    kind = jnp.where((i == 2) & (j == 4), np.uint32(0), kind)  # the agent's own cell
     if state.see_through_walls is not None:
-        seen = _visible(lines)[::-1] >> i.astype(np.uint32) & 1 == 1
-        kind = jnp.where(seen | state.see_through_walls, kind, np.uint32(3))
-    image = _WORDS >> 4 * kind[..., None] & 15                          # [5, 5, 3]
+        is_visible = _visible(lines)[::-1] >> i.astype(np.uint32) & 1 == 1
+        kind = jnp.where(is_visible | state.see_through_walls, kind, np.uint32(3))
+    image = _WORDS >> 4 * kind[..., None] & 15  # [5, 5, 3]
     return Observation(image.astype(jnp.uint8), state.agent_dir)
 
 
@@ -167,14 +171,19 @@ def reset(level, max_steps=250, see_through_walls=True):
     queue = jax.tree.map(jnp.asarray, level)
     if queue.wall_map.ndim == 2:
         queue = jax.tree.map(lambda x: x[None], queue)
-    zero = jnp.zeros((), jnp.int32)
-    is_constant = see_through_walls is True
-    return _look(EnvState(
-        agent_pos=queue.agent_pos[0], agent_dir=queue.agent_dir[0], t=zero,
-        front=jnp.zeros((), jnp.uint8), slot=zero, levels=queue,
+    see = None if see_through_walls is True else jnp.asarray(see_through_walls, bool)
+    state = EnvState(
+        agent_pos=queue.agent_pos[0],
+        agent_dir=queue.agent_dir[0],
+        t=jnp.zeros((), jnp.int32),
+        front=jnp.zeros((), jnp.uint8),
+        slot=jnp.zeros((), jnp.int32),
+        levels=queue,
         walls=jax.vmap(pack_walls)(queue.wall_map).reshape(-1),
         max_steps=jnp.asarray(max_steps, jnp.int32),
-        see_through_walls=None if is_constant else jnp.asarray(see_through_walls, bool)))
+        see_through_walls=see,
+    )
+    return _look(state)
 
 
 def _act(state, action):
@@ -203,40 +212,54 @@ def step(state, action):
 def step_and_reset(state, action):
     """As `step`; on done the observation and state open an episode on the queue's next level."""
     state, reward, done = _act(state, action)
-    state = state._replace(slot=(state.slot + done) % len(state.levels.agent_dir))
+    slot = jnp.where(done, state.slot + 1, state.slot) % len(state.levels.agent_dir)
+    state = state._replace(slot=slot)
     start = _current(state)
-    obs, state = _look(state._replace(
+    state = state._replace(
         agent_pos=jnp.where(done, start.agent_pos, state.agent_pos),
         agent_dir=jnp.where(done, start.agent_dir, state.agent_dir),
-        t=jnp.where(done, 0, state.t)))
+        t=jnp.where(done, 0, state.t),
+    )
+    obs, state = _look(state)
     return obs, state, reward, done
 
 
-def solved(total):
-    """Whether an episode with this return has reached the goal."""
-    return total > 0
+def solved(returns):
+    """Whether episodes with these returns have reached the goal."""
+    return returns > 0
+
+
+class QueueState(NamedTuple):
+    state: NamedTuple  # of the level being played
+    slot: jax.Array  # [] int32, which level of the queue that is
+    queue: NamedTuple  # [K, ...], levels; never changes
+    rules: tuple  # what reset takes beside a level; never changes
 
 
 def over_queues(reset, step, ndim):
     """For other environments: reset, step and step_and_reset as above, from a reset(level, *rules)
     and a step(state, action) of one level, of which the first array has ndim axes."""
+
     def open_queue(level, *rules):
         queue = jax.tree.map(jnp.asarray, level)
         if jax.tree.leaves(queue)[0].ndim == ndim:
             queue = jax.tree.map(lambda x: x[None], queue)
         obs, state = reset(jax.tree.map(lambda x: x[0], queue), *rules)
-        return obs, (state, jnp.zeros((), jnp.int32), queue, rules)
+        return obs, QueueState(state, jnp.zeros((), jnp.int32), queue, rules)
 
-    def go_on(state, action, restart):
-        state, slot, queue, rules = state
-        obs, state, reward, done = step(state, action)
-        if restart:
-            slot = (slot + done) % len(jax.tree.leaves(queue)[0])
-            opening = reset(jax.tree.map(lambda x: x[slot], queue), *rules)
-            obs, state = jax.tree.map(partial(jnp.where, done), opening, (obs, state))
-        return obs, (state, slot, queue, rules), reward, done
+    def go_on(queued, action):
+        obs, state, reward, done = step(queued.state, action)
+        return obs, queued._replace(state=state), reward, done
 
-    return open_queue, partial(go_on, restart=False), partial(go_on, restart=True)
+    def go_on_and_reset(queued, action):
+        obs, queued, reward, done = go_on(queued, action)
+        n_levels = len(jax.tree.leaves(queued.queue)[0])
+        slot = jnp.where(done, queued.slot + 1, queued.slot) % n_levels
+        opening = reset(jax.tree.map(lambda x: x[slot], queued.queue), *queued.rules)
+        obs, state = jax.tree.map(partial(jnp.where, done), opening, (obs, queued.state))
+        return obs, queued._replace(state=state, slot=slot), reward, done
+
+    return open_queue, go_on, go_on_and_reset
 
 
 # --- random levels and edits
@@ -263,7 +286,7 @@ def _place(bits, wall_map):
     free = ~wall_map.reshape(-1)
     n_free = jnp.sum(free)
     agent_rank, goal_rank = _below(bits[0], n_free), _below(bits[1], n_free - 1)
-    goal_rank += goal_rank >= agent_rank                                # skip the agent's cell
+    goal_rank = jnp.where(goal_rank >= agent_rank, goal_rank + 1, goal_rank)  # skip the agent
     agent, goal = _kth(free, agent_rank), _kth(free, goal_rank)
     return Level(wall_map, _xy(agent, width), _below(bits[2], 4), _xy(goal, width))
 
@@ -294,12 +317,12 @@ def edit_level(rng, level, n_edits):
     index = jnp.arange(n_cells)
     agent = level.agent_pos[1] * width + level.agent_pos[0]
 
-    def edit(carry, bits):                                              # bits [2] uint32
-        walls, goal = carry                                             # [H * W] bool, [] int32
+    def edit(carry, bits):  # bits [2] uint32
+        walls, goal = carry  # [H * W] bool, [] int32
         kind = _below(bits[0], 3)
-        flipped = _below(bits[1], n_cells - 2)                          # skip agent and goal
-        flipped += flipped >= jnp.minimum(agent, goal)
-        flipped += flipped >= jnp.maximum(agent, goal)
+        flipped = _below(bits[1], n_cells - 2)  # skip agent and goal
+        flipped = jnp.where(flipped >= jnp.minimum(agent, goal), flipped + 1, flipped)
+        flipped = jnp.where(flipped >= jnp.maximum(agent, goal), flipped + 1, flipped)
         free = ~walls & (index != agent) & (index != goal)
         n_free = jnp.sum(free)
         moved = _kth(free, _below(bits[1], n_free))
@@ -323,14 +346,24 @@ def _words(mask):
     return (bits << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
 
 
-def _one_step(reached, free):
+def _move(reached, free):
     """Cells reached after one more move, by the direction moved in, as rows of words: [4, H, words]
     from [4, H, words]."""
-    right, down, left, up = reached
-    return free & jnp.stack([right << 1 | jnp.pad(right, ((0, 0), (1, 0)))[:, :-1] >> 31,
-                             jnp.pad(down, ((1, 0), (0, 0)))[:-1],
-                             left >> 1 | jnp.pad(left, ((0, 0), (0, 1)))[:, 1:] << 31,
-                             jnp.pad(up, ((0, 1), (0, 0)))[1:]])
+    from_left = jnp.pad(reached[0], ((0, 0), (1, 0)))[:, :-1] >> 31  # out of the word before
+    from_right = jnp.pad(reached[2], ((0, 0), (0, 1)))[:, 1:] << 31
+    right = reached[0] << 1 | from_left
+    down = jnp.pad(reached[1], ((1, 0), (0, 0)))[:-1]
+    left = reached[2] >> 1 | from_right
+    up = jnp.pad(reached[3], ((0, 1), (0, 0)))[1:]
+    return free & jnp.stack([right, down, left, up])
+
+
+class Flood(NamedTuple):
+    cells: jax.Array  # [H, words] uint32, reached by so many moves between cells
+    poses: jax.Array  # [4, H, words] uint32, reached by so many actions, by direction
+    path_length: jax.Array  # [] int32, moves, until the goal is reached
+    n_actions: jax.Array  # [] int32
+    goes_on: jax.Array  # [] bool
 
 
 def solve(level):
@@ -342,30 +375,35 @@ def solve(level):
     goal = _words((x == level.goal_pos[0]) & (y == level.goal_pos[1]))
     free = _words(~level.wall_map)
 
-    def flood(carry):
-        cells, poses, path_length, n_actions, _ = carry
-        moved = _one_step(jnp.broadcast_to(cells, poses.shape), free)
-        wider_cells = cells | moved[0] | moved[1] | moved[2] | moved[3]
-        turned = jnp.roll(poses, 1, axis=0) | jnp.roll(poses, -1, axis=0)
-        wider = poses | turned | _one_step(poses, free)
-        arrived = jnp.any(wider & goal)
+    def spread(flood):
+        moved = _move(jnp.broadcast_to(flood.cells, flood.poses.shape), free)
+        turned = jnp.roll(flood.poses, 1, axis=0) | jnp.roll(flood.poses, -1, axis=0)
+        poses = flood.poses | turned | _move(flood.poses, free)
+        longer = jnp.where(jnp.any(flood.cells & goal), 0, 1)
         # The cells settle no later than the poses do: a move between cells is at least one action.
-        return (wider_cells, wider, path_length + ~jnp.any(cells & goal), n_actions + 1,
-                jnp.any(wider != poses) & ~arrived)
+        return Flood(
+            cells=flood.cells | moved[0] | moved[1] | moved[2] | moved[3],
+            poses=poses,
+            path_length=flood.path_length + longer,
+            n_actions=flood.n_actions + 1,
+            goes_on=jnp.any(poses != flood.poses) & ~jnp.any(poses & goal),
+        )
 
     zero = jnp.zeros((), jnp.int32)
     poses = jnp.where(jnp.arange(4)[:, None, None] == level.agent_dir, start, 0)
-    carry = (start, poses, zero, zero, ~jnp.any(start & goal))
-    _, poses, *lengths, _ = jax.lax.while_loop(lambda carry: carry[-1], flood, carry)
-    solvable = jnp.any(poses & goal)
-    return Solution(*(jnp.where(solvable, length, -1) for length in lengths), solvable)
+    flood = Flood(start, poses, zero, zero, ~jnp.any(start & goal))
+    flood = jax.lax.while_loop(lambda flood: flood.goes_on, spread, flood)
+    solvable = jnp.any(flood.poses & goal)
+    path_length = jnp.where(solvable, flood.path_length, -1)
+    return Solution(path_length, jnp.where(solvable, flood.n_actions, -1), solvable)
 
 
 def level_code(level):
     """The level as bits [words] uint32: equal codes mean equal levels (up to 2^14 cells)."""
     width = level.wall_map.shape[1]
     words = _words(level.wall_map.reshape(-1))
-    agent, goal = (pos[1] * width + pos[0] for pos in (level.agent_pos, level.goal_pos))
+    agent = level.agent_pos[1] * width + level.agent_pos[0]
+    goal = level.goal_pos[1] * width + level.goal_pos[0]
     places = (goal << 16) | (agent << 2) | level.agent_dir
     return jnp.append(words, places.astype(jnp.uint32))
 
@@ -394,30 +432,33 @@ def level_stats(level, max_steps=250):
 def level_from_text(text):
     """A level drawn with '#' wall, '.' floor, 'G' goal, and the agent as '>', 'v', '<' or '^'."""
     rows = [row.strip() for row in text.strip().splitlines()]
-    found = {"agent": None, "goal": None}
+    found = {}  # kind -> row, column, counted from 1
     for r, row in enumerate(rows, start=1):
         for c, char in enumerate(row, start=1):
             here = f"row {r}, column {c} (counted from 1)"
             if char not in "#.G>v<^":
                 raise ValueError(f"unknown character {char!r} at {here}")
-            if char not in "#.":
-                kind = "goal" if char == "G" else "agent"
-                if found[kind]:
-                    raise ValueError(f"a second {kind} at {here}; the first is at row "
-                                     "{}, column {}".format(*found[kind]))
-                found[kind] = (r, c)
+            if char in "#.":
+                continue
+            kind = "goal" if char == "G" else "agent"
+            if kind in found:
+                first = "row {}, column {}".format(*found[kind])
+                raise ValueError(f"a second {kind} at {here}; the first is at {first}")
+            found[kind] = r, c
         if len(row) != len(rows[0]):
-            raise ValueError(f"row {r} ends at column {len(row)}, but row 1 ends at column "
-                             f"{len(rows[0])} (counted from 1)")
-    for kind, place in found.items():
-        if place is None:
+            ends = f"ends at column {len(row)}, but row 1 ends at column {len(rows[0])}"
+            raise ValueError(f"row {r} {ends} (counted from 1)")
+    for kind in ("agent", "goal"):
+        if kind not in found:
             size = f"rows 1 to {len(rows)}, columns 1 to {len(rows[0])}" if rows else "empty text"
             raise ValueError(f"no {kind} in {size}")
     (agent_y, agent_x), (goal_y, goal_x) = found["agent"], found["goal"]
-    wall_map = jnp.array([[char == "#" for char in row] for row in rows])
-    return Level(wall_map, jnp.array([agent_x - 1, agent_y - 1], jnp.int32),
-                 jnp.array(">v<^".index(rows[agent_y - 1][agent_x - 1]), jnp.int32),
-                 jnp.array([goal_x - 1, goal_y - 1], jnp.int32))
+    return Level(
+        wall_map=jnp.array([[char == "#" for char in row] for row in rows]),
+        agent_pos=jnp.array([agent_x - 1, agent_y - 1], jnp.int32),
+        agent_dir=jnp.array(">v<^".index(rows[agent_y - 1][agent_x - 1]), jnp.int32),
+        goal_pos=jnp.array([goal_x - 1, goal_y - 1], jnp.int32),
+    )
 
 
 def level_to_text(level):
@@ -433,33 +474,43 @@ def level_to_text(level):
 
 
 class TestMaze(NamedTuple):
-    sample: Callable                     # rng -> Level
+    sample: Callable  # rng -> Level
     max_steps: int
     see_through_walls: bool = True
 
 
-def _fixed(text, max_steps=450, goals=None):
-    """A fixed maze; with `goals`, a list of (x, y), the goal is drawn uniformly at each reset."""
-    def sample(rng):
-        level = level_from_text(text)
-        if goals is None:
-            return level
-        return level._replace(goal_pos=jax.random.choice(rng, jnp.array(goals, jnp.int32)))
-    return TestMaze(sample, max_steps)
+def sample_fixed(rng, text):
+    """The maze drawn in `text`, at each reset the same."""
+    return level_from_text(text)
+
+
+def sample_corridor(rng, text):
+    """The maze drawn in `text`, with the goal in any of the dead ends beside the middle wall."""
+    level = level_from_text(text)
+    size = len(level.wall_map)
+    ends = [(x, y) for y in (size // 2 - 1, size // 2 + 1) for x in range(2, size - 1, 2)]
+    return level._replace(goal_pos=jax.random.choice(rng, jnp.array(ends, jnp.int32)))
 
 
 def _neighbours(n):
     """Right, below, left and above each of n x n rooms [n * n, 4]; beyond the edge: the room."""
-    (y, x), end = np.divmod(np.arange(n * n)[:, None], n), n - 1
-    return jnp.array(n * np.clip(y + [0, 1, 0, -1], 0, end) + np.clip(x + [1, 0, -1, 0], 0, end))
+    y, x = np.divmod(np.arange(n * n)[:, None], n)
+    y = np.clip(y + [0, 1, 0, -1], 0, n - 1)
+    x = np.clip(x + [1, 0, -1, 0], 0, n - 1)
+    return jnp.array(n * y + x)
 
 
-def _perfect_maze(rng, size, rooms, parents):
-    """The maze whose doors join the even cells `rooms` to `parents` [K]; start, goal: corners."""
-    n = (size + 1) // 2                                                 # n x n rooms
+def _open_doors(size, rooms, parents):
+    """Walls [size, size] with doors that join the even cells `rooms` to `parents` [K]."""
+    n = (size + 1) // 2  # n x n rooms
     wall_map = jnp.ones((size, size), bool).at[::2, ::2].set(False)
-    wall_map = wall_map.at[rooms // n + parents // n, rooms % n + parents % n].set(False)
-    corners = jnp.array([[0, 0], [size - 1, 0], [0, size - 1], [size - 1, size - 1]], jnp.int32)
+    return wall_map.at[rooms // n + parents // n, rooms % n + parents % n].set(False)
+
+
+def _from_corner_to_corner(rng, wall_map):
+    """A level on the walls [size, size]: start and goal are two of the corners."""
+    end = len(wall_map) - 1
+    corners = jnp.array([[0, 0], [end, 0], [0, end], [end, end]], jnp.int32)
     start, goal = jax.random.permutation(rng, corners)[:2]
     return Level(wall_map, start, jnp.zeros((), jnp.int32), goal)
 
@@ -469,18 +520,20 @@ def sample_perfect_maze(rng, size):
     n = (size + 1) // 2
     rng_tree, rng_corners = jax.random.split(rng)
     bits = jax.random.bits(rng_tree, (2 * n * n,), jnp.uint32)
-    root, neighbours = _below(bits[-1], n * n), _neighbours(n)
+    root = _below(bits[-1], n * n)
+    neighbours = _neighbours(n)
 
     def visit(k, carry):
-        room, parent = carry                                            # [], [n * n]; -1 unvisited
-        new = parent[neighbours[room]] < 0                              # [4]
-        pick = _kth(new, _below(bits[k], jnp.sum(new)))                 # 4 if there is none: back
+        room, parent = carry  # [], [n * n]; -1 unvisited
+        new = parent[neighbours[room]] < 0  # [4]
+        pick = _kth(new, _below(bits[k], jnp.sum(new)))  # 4 if there is none: back
         next_room = jnp.append(neighbours[room], parent[room])[pick]
-        return next_room, parent.at[next_room].set(jnp.where(jnp.any(new), room, parent[next_room]))
+        next_parent = jnp.where(jnp.any(new), room, parent[next_room])
+        return next_room, parent.at[next_room].set(next_parent)
 
     parent = jnp.full(n * n, -1).at[root].set(root)
     _, parent = jax.lax.fori_loop(0, 2 * n * n - 2, visit, (root, parent))
-    return _perfect_maze(rng_corners, size, jnp.arange(n * n), parent)
+    return _from_corner_to_corner(rng_corners, _open_doors(size, jnp.arange(n * n), parent))
 
 
 def sample_kruskal_maze(rng, size):
@@ -489,17 +542,17 @@ def sample_kruskal_maze(rng, size):
     n = (size + 1) // 2
     rng_tree, rng_corners = jax.random.split(rng)
     room = np.arange(n * n).reshape(n, n)
-    edges = [np.stack([room[:, 1:], room[:, :-1]], -1), np.stack([room[1:], room[:-1]], -1)]
-    edges = np.concatenate([x.reshape(-1, 2) for x in edges])           # [2n(n - 1), 2]
-    edges = jax.random.permutation(rng_tree, jnp.array(edges))
+    across = np.stack([room[:, 1:], room[:, :-1]], axis=-1).reshape(-1, 2)
+    down = np.stack([room[1:], room[:-1]], axis=-1).reshape(-1, 2)
+    edges = jax.random.permutation(rng_tree, jnp.concatenate([across, down]))  # [2n(n - 1), 2]
 
     def join(tree, edge):
-        a, b = tree[edge]                                               # labels of the two parts
+        a, b = tree[edge]  # labels of the two parts
         return jnp.where(tree == a, b, tree), jnp.where(a == b, edge[1], edge[0])
 
     # an edge within a part opens no door, but the room that is open anyhow
     _, rooms = jax.lax.scan(join, jnp.arange(n * n), edges)
-    return _perfect_maze(rng_corners, size, rooms, edges[:, 1])
+    return _from_corner_to_corner(rng_corners, _open_doors(size, rooms, edges[:, 1]))
 
 
 def sample_four_rooms(rng):
@@ -515,100 +568,213 @@ def sample_simple_crossing(rng):
     """MiniGrid-SimpleCrossingS11N5-v0: 5 rivers, one opening each, crossed by a monotone path."""
     rng_rivers, rng_openings = jax.random.split(rng)
     rivers = jax.random.permutation(rng_rivers, 8)[:5]
-    is_column, at = rivers < 4, 2 * (rivers % 4) + 1                    # [5]: which way, and where
-    columns = jnp.sort(jnp.where(is_column, at, 9))                     # [5], 9 where there is none
+    is_column = rivers < 4  # [5]
+    at = 2 * (rivers % 4) + 1  # that column, or row
+    columns = jnp.sort(jnp.where(is_column, at, 9))  # [5], 9 where there is none
     rows = jnp.sort(jnp.where(is_column, 9, at))
     x, y = jnp.arange(9)[None, :], jnp.arange(9)[:, None]
     wall_map = jnp.isin(x, columns) | jnp.isin(y, rows)
-    # The drawn order of the rivers is also a uniform order of crossing columns and rows.
-    limits_x, limits_y = (jnp.pad(jnp.pad(r, (1, 0), constant_values=-1), (0, 1), constant_values=9)
-                          for r in (columns, rows))
+    # The drawn order of the rivers is also a uniform order of crossing columns and rows. Each is
+    # crossed out of a room between two columns and two rows.
+    room_x = jnp.cumsum(jnp.append(0, is_column[:-1]))
+    room_y = jnp.arange(5) - room_x
+    limits_x = jnp.append(jnp.append(-1, columns), 9)
+    limits_y = jnp.append(jnp.append(-1, rows), 9)
+    left, right = limits_x[room_x], limits_x[room_x + 1]
+    top, bottom = limits_y[room_y], limits_y[room_y + 1]
     bits = jax.random.bits(rng_openings, (5,), jnp.uint32)
-    room_x = room_y = 0
-    for k in range(5):
-        left, right, top, bottom = (limits_x[room_x], limits_x[room_x + 1],
-                                    limits_y[room_y], limits_y[room_y + 1])
-        opening_x = jnp.where(is_column[k], right, left + 1 + _below(bits[k], right - left - 1))
-        opening_y = jnp.where(is_column[k], top + 1 + _below(bits[k], bottom - top - 1), bottom)
-        wall_map = wall_map & ~((x == opening_x) & (y == opening_y))
-        room_x, room_y = room_x + is_column[k], room_y + ~is_column[k]
+    opening_x = jnp.where(is_column, right, left + 1 + _below(bits, right - left - 1))
+    opening_y = jnp.where(is_column, top + 1 + _below(bits, bottom - top - 1), bottom)
+    wall_map = wall_map.at[opening_y, opening_x].set(False)
     start, goal = jnp.zeros(2, jnp.int32), jnp.full(2, 8, jnp.int32)
     return Level(wall_map, start, jnp.zeros((), jnp.int32), goal)
 
 
 def sample_solvable(rng, sample=sample_level):
     """Uniformly random solvable 60-wall 13 x 13 level, or another sample's, by rejection."""
+
     def draw(carry):
         rng, rng_level = jax.random.split(carry[0])
         level = sample(rng_level)
         return rng, level, solve(level).solvable
 
     none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sample, rng))
-    return jax.lax.while_loop(lambda carry: ~carry[2], draw, (rng, none, False))[1]
+    _, level, _ = jax.lax.while_loop(lambda carry: ~carry[2], draw, (rng, none, False))
+    return level
 
 
 def sample_prim_tree(rng, n):
     """Spanning tree of n x n rooms by Prim's algorithm from a corner; parents [n * n]."""
-    bits, neighbours = jax.random.bits(rng, (n * n,), jnp.uint32), _neighbours(n)
+    bits = jax.random.bits(rng, (n * n,), jnp.uint32)
+    neighbours = _neighbours(n)
 
-    def grow(k, parent):                                                # -1: not in the tree
-        border = (parent[neighbours] >= 0) & (parent < 0)[:, None]      # [n * n, 4]
+    def grow(k, parent):  # -1: not in the tree
+        border = (parent[neighbours] >= 0) & (parent < 0)[:, None]  # [n * n, 4]
         edge = _kth(border.reshape(-1), _below(bits[k], jnp.sum(border)))
         return parent.at[edge // 4].set(neighbours[edge // 4, edge % 4])
 
-    return jax.lax.fori_loop(1, n * n, grow, jnp.full(n * n, -1).at[0].set(0))
+    corner = jnp.full(n * n, -1).at[0].set(0)
+    return jax.lax.fori_loop(1, n * n, grow, corner)
 
 
 def sample_wilson_tree(rng, n):
     """Uniform spanning tree of n x n rooms by Wilson's popping of cycles; parents [n * n]."""
-    neighbours, rooms = _neighbours(n), jnp.arange(n * n)
+    neighbours = _neighbours(n)
+    rooms = jnp.arange(n * n)
 
     def pop(carry):
         k, parent, on_cycle = carry
         bits = jax.random.bits(jax.random.fold_in(rng, k), (n * n,), jnp.uint32)
         parent = jnp.where(on_cycle, neighbours[rooms, _below(bits, 4)], parent)
         later = jax.lax.fori_loop(0, (n * n).bit_length(), lambda _, at: at[at], parent)
-        return k + 1, parent, jnp.isin(rooms, later) & (rooms > 0)      # room 0 is the root
+        return k + 1, parent, jnp.isin(rooms, later) & (rooms > 0)  # room 0 is the root
 
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[2]), pop, (0, 0 * rooms, rooms > 0))[1]
+    carry = (0, jnp.zeros_like(rooms), rooms > 0)
+    _, parent, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[2]), pop, carry)
+    return parent
+
+
+# --- the suite `families`, of 13 x 13 cells: masks [13, 13] of where to start, walls and goals
+
+
+class Dice(NamedTuple):
+    rng: jax.Array  # a key
+    noise: jax.Array  # [13, 13] uniform from 0 to 1, for each cell another
+    others: jax.Array  # [13, 13] uniform from 0 to 1, for what else is drawn
+    u: jax.Array  # [13, 13] the column, counted from a random one on
+    v: jax.Array  # [13, 13] the row, likewise
+
+
+_Y, _X = np.mgrid[:13, :13]
+_RING = np.minimum(np.minimum(_X, _Y), np.minimum(12 - _X, 12 - _Y))  # 0 along the edge
+_OUTSIDE, _MIDDLE = _RING == 0, _RING > 3
+_LEFT_EDGE, _RIGHT_EDGE = _X == 0, _X == 12
+
+
+def _whole(uniform, n):
+    """Numbers from 0 to 1 as whole numbers from 0 to n - 1."""
+    return (uniform * n).astype(jnp.int32)
+
+
+def _one_of_each(groups, mask, noise):
+    """A mask of one of its cells in each group; groups: numbers below 64, [13, 13]."""
+    noise = jnp.where(mask, noise, -1)
+    largest = jax.ops.segment_max(noise.ravel(), groups.ravel(), 64)
+    return mask & (noise == largest[groups])
+
+
+def _count_near(mask):
+    """How many of the 3 x 3 cells around each cell are in the mask, [13, 13]."""
+    mask = mask.astype(jnp.int32)
+    return jax.lax.reduce_window(mask, 0, jax.lax.add, (3, 3), (1, 1), "SAME")
+
+
+def spiral(dice):
+    """One corridor that winds from the edge to the middle."""
+    walls = _RING % 2 == 1
+    turns = (_Y == _X + 1) & (_X < 6)  # where a ring of floor is closed and one of walls is open
+    return _OUTSIDE, np.where(turns, ~walls, walls), _MIDDLE
+
+
+def serpentine(dice):
+    """One corridor, to and fro between walls that are open near one end, then near the other."""
+    shift = _whole(dice.others[1], 4)
+    gap = jnp.where(_X % 4 == 1, shift, 12 - shift)
+    return _LEFT_EDGE, (_X % 2 == 1) & (_Y != gap), _RIGHT_EDGE
+
+
+def rings(dice):
+    """Walls in rings around the middle, each with one gap."""
+    walls = _RING % 2 == 1
+    corners = (_X == _Y) | (_X == 12 - _Y)
+    gaps = _one_of_each(_RING, walls & ~corners, dice.noise)
+    return _OUTSIDE, walls & ~gaps, _MIDDLE
+
+
+def comb(dice):
+    """Dead ends of random lengths side by side, off one corridor; start and goal are at tips."""
+    tip = 12 - _whole(dice.others[0], 6)
+    tips = (_Y == tip) & (_X % 2 == 0)
+    walls = (_Y > tip) | ((_Y > 0) & (_X % 2 == 1))
+    return tips, walls, tips
+
+
+def rooms_with_doors(dice):
+    """Rooms of 3 x 3 cells, smaller at the edge; most walls between two rooms have a door."""
+    left_wall, upper_wall = dice.u % 4 == 0, dice.v % 4 == 0
+    room = dice.u // 4 * 4 + dice.v // 4
+    sides = jnp.where(left_wall, room, room + 16)
+    doors = _one_of_each(sides, left_wall != upper_wall, dice.noise) & (dice.noise <= 0.9)
+    return _LEFT_EDGE, (left_wall | upper_wall) & ~doors, _RIGHT_EDGE
+
+
+def streets(dice):
+    """Blocks of 2 x 2 cells of wall in a grid of streets, some of which are barred."""
+    blocks = (_X % 3 > 0) & (_Y % 3 > 0)
+    bars = (_X % 3 + _Y % 3 == 1) & (dice.noise < 0.35)
+    return _LEFT_EDGE, blocks | bars, _RIGHT_EDGE
+
+
+def staircase(dice):
+    """Diagonal walls, each with one gap, and stairs between them."""
+    walls = (dice.u + _Y) % 3 == 0
+    return _LEFT_EDGE, walls & ~_one_of_each(_X + _Y, walls, dice.noise), _RIGHT_EDGE
+
+
+def pillars(dice):
+    """An open hall with a single cell of wall at every second place, but for a few."""
+    places = (dice.u % 2 == 0) & (dice.v % 2 == 0)
+    return _LEFT_EDGE, places & (dice.noise > 0.1), _RIGHT_EDGE
+
+
+def caves(dice):
+    """Wide caves: noise in which each cell twice becomes what most of the cells near it are."""
+    walls = dice.noise < 0.48
+    for _ in range(2):
+        walls = _count_near(walls) > 4
+    return _LEFT_EDGE, walls, _RIGHT_EDGE
+
+
+def prim_maze(dice):
+    """A perfect maze with many short dead ends."""
+    parents = sample_prim_tree(dice.rng, 7)
+    return _LEFT_EDGE, _open_doors(13, jnp.arange(49), parents), _RIGHT_EDGE
+
+
+def wilson_maze(dice):
+    """A perfect maze, each as likely as any other."""
+    parents = sample_wilson_tree(dice.rng, 7)
+    return _LEFT_EDGE, _open_doors(13, jnp.arange(49), parents), _RIGHT_EDGE
+
+
+def braided_maze(dice):
+    """A maze with loops: a perfect one in which most dead ends are opened."""
+    _, walls, _ = wilson_maze(dice)
+    dead_ends = ~walls & (_count_near(~walls) == 2)
+    doors = (_count_near(dead_ends) > 0) & ((_X + _Y) % 2 == 1) & (dice.noise >= 0.5)
+    return _LEFT_EDGE, walls & ~doors, _RIGHT_EDGE
+
+
+# Another family is a function like these, and its name here.
+FAMILIES = {"Spiral": spiral, "Serpentine": serpentine, "Rings": rings, "Comb": comb,
+            "RoomsWithDoors": rooms_with_doors, "Streets": streets, "Staircase": staircase,
+            "Pillars": pillars, "Caves": caves, "PrimMaze": prim_maze, "WilsonMaze": wilson_maze,
+            "BraidedMaze": braided_maze}  # fmt: skip
 
 
 def sample_family(rng, kind):
     """A 13 x 13 maze of the suite `families`, all drawn anew, in one of the square's symmetries."""
     rng_tree, rng_noise = jax.random.split(rng)
     noise, places, others = jax.random.uniform(rng_noise, (507,)).reshape(3, 13, 13)
-    draw = lambda n: (others * n).astype(jnp.int32)
-    gap = lambda group: noise == jax.ops.segment_max(noise.ravel(), group.ravel(), 64)[group]
-    near = lambda mask: jax.lax.reduce_window(1 * mask, 0, jax.lax.add, (3, 3), (1, 1), "SAME")
-    perfect = lambda tree: _perfect_maze(rng, 13, jnp.arange(49), tree(rng_tree, 7)).wall_map
-    (y, x), (b, a) = np.mgrid[:13, :13], abs(np.mgrid[-6:7, -6:7])      # a, b: from the middle
-    ring, tip, shift = 6 - np.maximum(a, b), 12 - draw(6)[0], draw(4)[1]
-    u, v = x + 1 + draw(3)[2, 0], y + 1 + draw(3)[2, 1]             # rooms' walls: multiples of 4
-    side = u // 4 * 4 + v // 4 + 16 * (part := 2 * (u % 4 > 0) + (v % 4 > 0))   # 3: floor
-    walls = {
-        "Spiral": lambda: (ring % 2 == 1) ^ ((y == x + 1) & (x < 6)),
-        "Serpentine": lambda: (x % 2 == 1) & (y != jnp.where(x % 4 == 1, shift, 12 - shift)),
-        "Rings": lambda: (ring % 2 == 1) & ((a == b) | ~gap(ring + 7 * (a == b))),
-        "Comb": lambda: (y > tip) | (y > 0) & (x % 2 == 1),
-        "RoomsWithDoors": lambda: (part < 3) & ((part < 1) | ~gap(side) | (noise > 0.9)),
-        "Streets": lambda: (x % 3 * (y % 3) > 0) | (x % 3 + y % 3 == 1) & (noise < 0.35),
-        "Staircase": lambda: ((u + y) % 3 == 0) & ~gap(x + y),
-        "Pillars": lambda: (u % 2 + v % 2 == 0) & (noise > 0.1),
-        "Caves": lambda: near(near(noise < 0.48) > 4) > 4,
-        "PrimMaze": lambda: perfect(sample_prim_tree),
-        "WilsonMaze": lambda: perfect(sample_wilson_tree),
-        "BraidedMaze": lambda: (tree := perfect(sample_wilson_tree)) & (        # dead ends open
-            (near(~tree & (near(~tree) == 2)) == 0) | ((x + y) % 2 == 0) | (noise < 0.5)),
-    }[kind]()
-    inwards, tips = (ring == 0, ring > 3), (y == tip) & (x % 2 == 0)
-    ends = {"Spiral": inwards, "Rings": inwards, "Comb": (tips, tips)}.get(kind, (x == 0, x == 12))
-    masks = jnp.stack([ends[0], walls, ends[1]])
-    for axis in range(3):                                               # 0: start and goal
+    u = _X + 1 + _whole(others[2, 0], 3)
+    v = _Y + 1 + _whole(others[2, 1], 3)
+    masks = jnp.stack(FAMILIES[kind](Dice(rng_tree, noise, others, u, v)))
+    for axis in range(3):  # 0: start and goal change places
         masks = jnp.where(others[3, axis] < 0.5, jnp.flip(masks, axis), masks)
     starts, walls, goals = jnp.where(others[3, 3] < 0.5, masks.swapaxes(1, 2), masks)
     start = jnp.argmax(jnp.where(starts & ~walls, places, -1))
-    goal = jnp.argmin(jnp.where(goals & ~walls, places, 2))             # not the start
-    return Level(walls, _xy(start, 13), draw(4)[4, 0], _xy(goal, 13))
+    goal = jnp.argmin(jnp.where(goals & ~walls, places, 2))  # not the start
+    return Level(walls, _xy(start, 13), _whole(others[4, 0], 4), _xy(goal, 13))
 
 
 _MAPS = """
@@ -675,28 +841,6 @@ def _maps():
     return maps
 
 
-def _test_mazes():
-    mazes = {name: _fixed(text) for name, text in _maps().items()}
-    for name, max_steps in {"TrivialMaze": 250, "TrivialMaze2": 250, "TrivialMaze3": 250,
-                            "MiniMaze": 72, "MediumMaze": 200}.items():
-        mazes[name] = mazes[name]._replace(max_steps=max_steps)
-    small, large = _maps()["SmallCorridor"], _maps()["LargeCorridor"]
-    mazes["SmallCorridor"] = _fixed(small, 450, [(x, y) for y in (5, 7) for x in range(2, 12, 2)])
-    mazes["LargeCorridor"] = _fixed(large, 882, [(x, y) for y in (8, 10) for x in range(2, 18, 2)])
-    for name, size in {"": 13, "Medium": 19, "Large": 49, "XL": 99}.items():
-        sample = partial(sample_kruskal_maze if name else sample_perfect_maze, size=size)
-        mazes["PerfectMaze" + name] = TestMaze(sample, 2 * (size + 2) ** 2)
-    mazes["FourRooms"] = TestMaze(sample_four_rooms, 100, see_through_walls=False)
-    mazes["SimpleCrossing"] = TestMaze(sample_simple_crossing, 484, see_through_walls=False)
-    mazes["Sampled"] = TestMaze(sample_solvable, 250)
-    for name in SUITES["families"]:
-        sample = partial(sample_family, kind=name)
-        if name in ("RoomsWithDoors", "Streets", "Caves"):
-            sample = partial(sample_solvable, sample=sample)
-        mazes[name] = TestMaze(sample, 450 if name == "Staircase" else 250)
-    return mazes
-
-
 SUITES = {
     "minimax": ["SixteenRooms", "Labyrinth", "StandardMaze"],
     "jaxued": ["SixteenRooms", "SixteenRooms2", "Labyrinth", "LabyrinthFlipped", "Labyrinth2",
@@ -704,10 +848,32 @@ SUITES = {
     "dcd": ["SixteenRooms", "SixteenRooms2", "Labyrinth", "Labyrinth2", "StandardMaze",
             "StandardMaze2", "StandardMaze3", "SimpleCrossing", "FourRooms", "SmallCorridor",
             "LargeCorridor", "PerfectMazeMedium"],
-    "families": ["Spiral", "Serpentine", "Rings", "Comb", "RoomsWithDoors", "Streets", "Staircase",
-                 "Pillars", "Caves", "PrimMaze", "WilsonMaze", "BraidedMaze"],
+    "families": [*FAMILIES],
     "sampled": ["Sampled"],
-}
+}  # fmt: skip
+MAX_STEPS = {"TrivialMaze": 250, "TrivialMaze2": 250, "TrivialMaze3": 250, "MiniMaze": 72,
+             "MediumMaze": 200, "LargeCorridor": 882}  # fmt: skip
+
+
+def _test_mazes():
+    mazes = {}
+    for name, text in _maps().items():
+        sample = sample_corridor if name.endswith("Corridor") else sample_fixed
+        mazes[name] = TestMaze(partial(sample, text=text), MAX_STEPS.get(name, 450))
+    for kind, size in {"": 13, "Medium": 19, "Large": 49, "XL": 99}.items():
+        sample = sample_kruskal_maze if kind else sample_perfect_maze
+        mazes["PerfectMaze" + kind] = TestMaze(partial(sample, size=size), 2 * (size + 2) ** 2)
+    mazes["FourRooms"] = TestMaze(sample_four_rooms, 100, see_through_walls=False)
+    mazes["SimpleCrossing"] = TestMaze(sample_simple_crossing, 484, see_through_walls=False)
+    mazes["Sampled"] = TestMaze(sample_solvable, 250)
+    for name in FAMILIES:
+        sample = partial(sample_family, kind=name)
+        if name in ("RoomsWithDoors", "Streets", "Caves"):  # some of these cannot be solved
+            sample = partial(sample_solvable, sample=sample)
+        mazes[name] = TestMaze(sample, 450 if name == "Staircase" else 250)
+    return mazes
+
+
 TEST_MAZES = _test_mazes()
 
 
@@ -731,29 +897,30 @@ def sample_mazes(rng, names, episodes=1, mazes=TEST_MAZES, pad=pad_levels):
         raise ValueError(f"unknown maze {unknown[0]!r}; choose from {', '.join(mazes)}")
     samples, *rules = zip(*(mazes[name] for name in names))
 
-    def sample(rng):
+    def draw(rng):
         rngs = jax.random.split(rng, len(samples))
         levels = pad([sample(rng) for sample, rng in zip(samples, rngs)])
         return jax.tree.map(lambda *x: jnp.stack(x), *levels)
 
-    levels = jax.vmap(sample, out_axes=1)(jax.random.split(rng, episodes))      # [M, E, ...]
+    levels = jax.vmap(draw, out_axes=1)(jax.random.split(rng, episodes))  # [M, E, ...]
     levels = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), levels)
-    return levels, *(jnp.repeat(jnp.array(rule), episodes) for rule in rules)
+    rules = [jnp.repeat(jnp.array(rule), episodes) for rule in rules]
+    return levels, *rules
 
 
 # --- the teacher's MDP (PAIRED): n_walls wall actions, then the goal, then the agent
 
 
 class TeacherState(NamedTuple):
-    level: Level                         # what is placed so far; complete after the last step
-    n_walls: jax.Array                   # [] int32, the budget
-    t: jax.Array                         # [] int32, actions taken
+    level: Level  # what is placed so far; complete after the last step
+    n_walls: jax.Array  # [] int32, the budget
+    t: jax.Array  # [] int32, actions taken
 
 
 class TeacherObservation(NamedTuple):
-    image: jax.Array                     # [H + 2, W + 2, 3] uint8 [y, x, triple], with the border
-    time: jax.Array                      # [] int32
-    noise: jax.Array                     # [50] float32, uniform, redrawn at each step
+    image: jax.Array  # [H + 2, W + 2, 3] uint8 [y, x, triple], with the border
+    time: jax.Array  # [] int32
+    noise: jax.Array  # [50] float32, uniform, redrawn at each step
 
 
 def _teacher_observe(rng, state):
@@ -773,8 +940,8 @@ def teacher_reset(rng, n_walls=60, height=13, width=13):
     """An empty grid to design on: (TeacherObservation, TeacherState)."""
     _check_room(n_walls, height, width)
     zero = jnp.zeros((), jnp.int32)
-    empty = Level(jnp.zeros((height, width), bool), jnp.zeros(2, jnp.int32), zero,
-                  jnp.zeros(2, jnp.int32))
+    corner = jnp.zeros(2, jnp.int32)
+    empty = Level(jnp.zeros((height, width), bool), corner, zero, corner)
     state = TeacherState(empty, jnp.asarray(n_walls, jnp.int32), zero)
     return _teacher_observe(rng, state), state
 
@@ -797,9 +964,11 @@ def teacher_step(rng, state, action):
     elsewhere = _kth(free, _below(bits[0], jnp.sum(free)))
     agent = jnp.where(action == goal, elsewhere, action)
     level = level._replace(
-        wall_map=walls.reshape(height, width), goal_pos=_xy(goal, width),
+        wall_map=walls.reshape(height, width),
+        goal_pos=_xy(goal, width),
         agent_pos=jnp.where(puts_agent, _xy(agent, width), level.agent_pos),
-        agent_dir=jnp.where(puts_agent, _below(bits[1], 4), level.agent_dir))
+        agent_dir=jnp.where(puts_agent, _below(bits[1], 4), level.agent_dir),
+    )
     state = TeacherState(level, n_walls, t + 1)
     return _teacher_observe(rng_noise, state), state, state.t >= n_walls + 2
 
@@ -813,10 +982,10 @@ def _tile(kind, direction, lit, size):
     centre = (np.arange(3 * size) + 0.5) / (3 * size)
     x, y = centre[None, :], centre[:, None]
     pixels = np.zeros((3 * size, 3 * size, 3))
-    pixels[(x <= 0.031) | (y <= 0.031)] = 100                           # grid lines
+    pixels[(x <= 0.031) | (y <= 0.031)] = 100  # grid lines
     if kind != EMPTY[0]:
         pixels[:] = (100, 100, 100) if kind == WALL[0] else (0, 255, 0)
-    if direction is not None:                                           # a red triangle, turned
+    if direction is not None:  # a red triangle, turned
         cos, sin = np.cos(np.pi / 2 * direction), np.sin(np.pi / 2 * direction)
         along, side = (x - 0.5) * cos + (y - 0.5) * sin, (y - 0.5) * cos - (x - 0.5) * sin
         pixels[(along >= -0.38) & (np.abs(side) <= (0.37 - along) * 0.31 / 0.75)] = (255, 0, 0)
@@ -838,7 +1007,8 @@ def render(level_or_state, tile=16):
     kinds = np.where(np.pad(level.wall_map, 1, constant_values=True), WALL[0], EMPTY[0])
     kinds[level.goal_pos[1] + 1, level.goal_pos[0] + 1] = GOAL[0]
     lit = np.zeros(kinds.shape, bool)
-    (agent_x, agent_y), d = level.agent_pos + 1, int(level.agent_dir)
+    agent_x, agent_y = level.agent_pos + 1
+    d = int(level.agent_dir)
     if is_state:
         dx, dy = [(1, 0), (0, 1), (-1, 0), (0, -1)][d]
         for i, j in np.argwhere(np.asarray(observe(level_or_state).image)[..., 0] != UNSEEN[0]):
@@ -852,24 +1022,37 @@ def render(level_or_state, tile=16):
     return np.concatenate([np.concatenate(row, axis=1) for row in rows])
 
 
+def _caption(values):
+    """A line for each {name: number or words}; none of a number that is NaN."""
+    lines = []
+    for name, value in values.items():
+        if isinstance(value, str):
+            lines.append(f"{name} {value}".strip())
+        elif not np.isnan(float(value)):
+            lines.append(f"{name} {float(value):.3g}".strip())
+    return "\n".join(lines)
+
+
 def plot_levels(sections, columns=8, render=render):
     """A matplotlib Figure of {title: (levels [K, ...], captions {name: K numbers or words})}.
 
     One axes for all, in inches: an axes for each level would take ten times as long to draw."""
-    figure, top = Figure(), 0.0
+    figure = Figure()
     axes = figure.add_axes((0, 0, 1, 1))
-    word = lambda x: x if isinstance(x, str) else f"{float(x):.3g}"
+    top = 0.0
     for title, (levels, captions) in sections.items():
-        levels, top = jax.tree.map(np.asarray, levels), top + 0.3 * bool(title)
+        levels = jax.tree.map(np.asarray, levels)
+        if title:
+            top += 0.3
         axes.text(0.8 * columns, top, title, ha="center", va="bottom", fontsize=12)
         for k in range(len(jax.tree.leaves(levels)[0])):
             picture = render(jax.tree.map(lambda x: x[k], levels))
             height, width = 1.4 * np.array(picture.shape[:2]) / max(picture.shape)
-            top += (k % columns == 0) * (0.2 + 0.14 * len(captions) + height)
+            if k % columns == 0:
+                top += 0.2 + 0.14 * len(captions) + height
             x = 1.6 * (k % columns) + 0.8
             axes.imshow(picture, extent=(x - width / 2, x + width / 2, top, top - height))
-            known = {name: word(x[k]) for name, x in captions.items() if x[k] == x[k]}
-            text = "\n".join(" ".join(x).strip() for x in known.items())
+            text = _caption({name: values[k] for name, values in captions.items()})
             axes.text(x, top - height - 0.05, text, ha="center", va="bottom", fontsize=8)
     figure.set_size_inches(1.6 * columns, top + 0.1)
     axes.set(xlim=(0, 1.6 * columns), ylim=(top + 0.1, 0), xticks=[], yticks=[], frame_on=False)
@@ -879,21 +1062,22 @@ def plot_levels(sections, columns=8, render=render):
 # --- command line: walk a maze
 
 
-KEYS = {"a": LEFT, "d": RIGHT, "w": FORWARD,
-        "\x1b[D": LEFT, "\x1b[C": RIGHT, "\x1b[A": FORWARD}            # arrows
+KEYS = {"a": LEFT, "d": RIGHT, "w": FORWARD}
+KEYS |= {"\x1b[D": LEFT, "\x1b[C": RIGHT, "\x1b[A": FORWARD}  # arrows
 
 
 def _screen(obs, state, reward):
     """Maze, agent's view and counters as text."""
     rows = level_to_text(_playing(state)).splitlines()
     border = "#" * (len(rows[0]) + 2)
+    maze = "\n".join([border, *(f"#{row}#" for row in rows), border])
     chars = {EMPTY[0]: ".", WALL[0]: "#", GOAL[0]: "G", UNSEEN[0]: "?"}
-    view = [[chars[int(kind)] for kind in row] for row in np.asarray(obs.image)[..., 0].T]
-    view[VIEW - 1][VIEW // 2] = "^"
-    return "\n".join([border, *(f"#{row}#" for row in rows), border, "", "view ('?' unseen)",
-                      *("  " + "".join(row) for row in view), "",
-                      f"step {int(state.t)} of {int(state.max_steps)}   reward {float(reward):.3f}",
-                      "w or up: forward   a or left, d or right: turn   q: quit"])
+    cells = [[chars[int(kind)] for kind in row] for row in np.asarray(obs.image)[..., 0].T]
+    cells[VIEW - 1][VIEW // 2] = "^"
+    view = "\n".join("  " + "".join(row) for row in cells)
+    counters = f"step {int(state.t)} of {int(state.max_steps)}   reward {float(reward):.3f}"
+    keys = "w or up: forward   a or left, d or right: turn   q: quit"
+    return f"{maze}\n\nview ('?' unseen)\n{view}\n\n{counters}\n{keys}"
 
 
 def _read_keys():
@@ -926,17 +1110,19 @@ def main():
     args = parser.parse_args()
     if args.name not in TEST_MAZES:
         parser.exit(2, f"choose a maze: {', '.join(TEST_MAZES)}\n")
-    maze, rng = TEST_MAZES[args.name], jax.random.key(args.seed)
+    maze = TEST_MAZES[args.name]
+    rng = jax.random.key(args.seed)
     if args.png:
         try:
             imsave(args.png, render(maze.sample(rng)))
-        except (OSError, ValueError) as error:                          # no such folder or format
+        except (OSError, ValueError) as error:  # no such folder or format
             parser.exit(1, f"cannot write {args.png}: {error}\n")
     elif not sys.stdin.isatty():
         _walk(maze, rng)
     else:
-        import termios                                                  # of Unix only
+        import termios  # of Unix only
         import tty
+
         before = termios.tcgetattr(sys.stdin)
         tty.setcbreak(sys.stdin)
         try:

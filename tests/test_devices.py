@@ -99,7 +99,7 @@ def torn(tmp, launch):
 def test_a_signal_to_one_of_two_processes_stops_both(torn):
     _, [(status, _, other_err), (other, out, err)], stopped, _ = torn
     assert status == other == 128 + signal.SIGTERM, err + other_err
-    assert f"stopped at update {stopped};" in out
+    assert f"stopped at cycle {stopped};" in out
     assert stopped >= 10
 
 
