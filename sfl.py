@@ -693,18 +693,20 @@ CURVES = ("train_solve_rate", "eval_solve_rate")  # what curves.png and the prog
 HELP = f"""{", ".join(PRESETS)}: what a preset in {SCRIPT} has; other flags then change it.
 Compiled programs are kept in ~/.cache/amaze: delete it freely."""
 gather = partial(multihost_utils.process_allgather, tiled=True)  # whole arrays, in each process
-maze_names = lambda suite: amaze.SUITES.get(suite) or list(dict.fromkeys(suite.split(",")))
 NUMBER = (int, float, np.integer, np.floating, jax.Array)
-is_installed = lambda tracker: tracker == "" or importlib.util.find_spec(tracker) is not None
+
+
+def maze_names(suite):
+    """The mazes of a suite, or the names between commas."""
+    return amaze.SUITES.get(suite, list(dict.fromkeys(suite.split(","))))
+
+
 TYPE_RULES = {  # bool is an int too
     bool: ("True or False", lambda x: isinstance(x, bool | np.bool_)),
     int: ("an int", lambda x: isinstance(x, int | np.integer) and type(x) is not bool),
     float: ("a number", lambda x: isinstance(x, NUMBER) and type(x) is not bool and not np.ndim(x)),
     str: ("a string", lambda x: isinstance(x, str)),
-    tuple[str, ...]: (
-        "a tuple of strings",
-        lambda x: type(x) is tuple and {*map(type, x)} <= {str},
-    ),
+    tuple[str, ...]: ("strings", lambda x: type(x) is tuple and set(map(type, x)) <= {str}),
 }
 RULES = (  # what is allowed, its test, in which fields and teacher_fields
     ("at least 0", lambda x: x >= 0, """lr ent_coef vf_coef bptt_horizon n_walls num_edits seed
@@ -716,7 +718,8 @@ RULES = (  # what is allowed, its test, in which fields and teacher_fields
     ("from 2 to 128", lambda x: 2 <= x <= 128, "height width candidate_evals"),
     ("above 0", lambda x: x > 0, "clip_eps max_grad_norm temperature"),
     ("from 0 to 1", lambda x: 0 <= x <= 1, "gamma gae_lambda replay_prob staleness_coef min_fill"),
-    ("what is installed: pip install wandb, pip install trackio", is_installed, "track"),
+    ("what is installed: pip install wandb, pip install trackio",
+        lambda x: x == "" or importlib.util.find_spec(x) is not None, "track"),
     (f"a suite ({', '.join(amaze.SUITES)}) or mazes ({', '.join(amaze.TEST_MAZES)})",
         lambda x: set(maze_names(x)) <= set(amaze.TEST_MAZES), "eval_suite"),
 )  # fmt: skip
@@ -739,7 +742,8 @@ def check(config):
     for name, kind in TYPES.items():
         value = getattr(config, name)
         if isinstance(value, jax.core.Tracer):
-            demand(kind is float, config, name, "static: one program for each value")
+            is_static = kind in (bool, int, str) or get_origin(kind) is Literal
+            demand(not is_static, config, name, "static: one program for each value")
             continue
         if get_origin(kind) is Literal:
             allowed = " | ".join(get_args(kind))
@@ -782,7 +786,7 @@ def make_rows(config):
             allowed = f"{name}=0.1,0.2 or {name}=log:0.01:0.1:8, not {text!r}"
             demand(False, config, "sweep", allowed)
     rng, number = np.random.default_rng(config.seed), config.sweep_random
-    demand(grid or number == 0, config, "sweep_random", "0 without --sweep")
+    demand(len(grid) > 0 or number == 0, config, "sweep_random", "0 without --sweep")
     points = itertools.product(*grid.values())
     if number > 0 and any(ranges.values()):
         draw = lambda ends: np.exp(rng.uniform(*np.log(ends), number))
@@ -865,6 +869,13 @@ def write(path, save):
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def choose_folder(config):
+    """--out, or the first of runs/NAME-1, runs/NAME-2, ... that is free."""
+    names = (Path(f"runs/{Path(SCRIPT).stem}-{i}") for i in itertools.count(1))
+    free = next(name for name in names if not name.exists())
+    return free if config.out == "" else Path(config.out)
 
 
 def make_folder(config, folder):
@@ -1035,8 +1046,7 @@ def run(config, keep_metrics=True, stopped_by=None):
     metrics = list(jax.eval_shape(update(1), 0, table, state)[1])
     for name in set(COUNTERS) - set(metrics):
         raise BadConfig(f"make_train's metrics: {name} is missing, which logs.csv needs")
-    names = (Path(f"runs/{Path(SCRIPT).stem}-{i}") for i in itertools.count(1))
-    folder = Path(config.out or next(name for name in names if not name.exists()))
+    folder = choose_folder(config)
     last = load_checkpoint(config, folder, metrics)
     if jax.process_index() == 0:
         make_folder(config, folder)
@@ -1049,13 +1059,15 @@ def run(config, keep_metrics=True, stopped_by=None):
     where = f"{len(devices)} x {devices[0].device_kind}, dealt by {shard}"
     say(f"{folder}: {len(rows)} training(s) on {where}")
     cycle, seconds, stopped = last["cycles"], last["seconds"], 0
-    programs, shown, diverged, kept = {}, {}, set(), []
+    programs, diverged = {}, set()
+    shown, kept = {}, []
     quiet = jax.process_index() > 0
     bar = tqdm(initial=cycle, total=config.num_updates, unit="cycle", disable=quiet)
     with open_log(folder, last["log_bytes"]) as log, bar, catch_signals() as caught:
         while cycle < config.num_updates and stopped == 0:
-            before, to_row = cycle, config.log_interval - cycle % config.log_interval
-            cycles = min(to_row, config.num_updates - cycle)
+            before = cycle
+            to_next_row = config.log_interval - cycle % config.log_interval
+            cycles = min(to_next_row, config.num_updates - cycle)
             if cycles not in programs:
                 programs[cycles] = compile_update(update, cycles, cycle, table, state)
             started = time.monotonic()
@@ -1086,8 +1098,9 @@ def run(config, keep_metrics=True, stopped_by=None):
     say_end(config, folder, cycle, seconds)
     if stopped > 0 and stopped_by is not None:
         stopped_by.append(stopped)
-    rng, names = jax.random.wrap_key_data(state.rng), metrics if kept else []
+    rng = jax.random.wrap_key_data(state.rng)
     state = state.replace(cycles=jnp.full(len(rows), cycle), rng=rng)
+    names = metrics if len(kept) > 0 else []
     return state, {name: np.concatenate([x[name] for x in kept], axis=1) for name in names}
 
 
@@ -1134,7 +1147,7 @@ def parse(arguments):
     given = [word for word in arguments if word != "--fast"]
     append = (tyro.conf.UseAppendAction,)
     read = partial(tyro.cli, Config, args=given, prog=SCRIPT, description="", config=append)
-    config = read(default=PRESETS[presets[0]] if presets else Config())
+    config = read(default=PRESETS[presets[0]] if len(presets) > 0 else Config())
     return resume(config, read) if config.resume else config
 
 

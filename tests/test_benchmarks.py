@@ -16,6 +16,9 @@ from PIL import Image, ImageSequence
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "benchmarks" / "figures"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import kernels  # noqa: E402
 
 
 def anchors(path):
@@ -126,3 +129,41 @@ def test_agents_of_earlier_records_stay_on_the_page():
     assert results.keep_agents(new, "") == new
     shown = held((ROOT / "benchmarks" / "results" / "play.html").read_text())["agents"]
     assert {"accel", "plr", "dr", "paired"} <= {x["name"].split()[0] for x in shown}
+
+
+def test_kernels_are_counted_loop_by_loop():
+    """Trips multiply what is inside; graphs, copies and what launches nothing are told apart."""
+    hlo = """
+  %while.1 = while(%a), backend_config={"known_trip_count":{"n":"5"}}, metadata={op_name="scan"}
+  %while.2 = while(%b), metadata={op_name="flood"}
+"""
+    thunks = """000: kCustomKernel [source] loop_add
+001: kWhile [prev]
+  condition:
+    000: kCustomKernel [source] not_counted
+  body:
+    000: kCommandBuffer [source]
+      001: kCustomKernel [source] in_a_graph
+      002: kCopy [source]
+    003: kWhile [prev]
+      body:
+        000: kCustomCall [source]
+        001: kAsyncStart [source]
+004: kConditional [prev]
+  000: kCopy [source]
+"""
+    blocks = ((1, "while.1"), (3, "while.2"), (4, "cond"))
+    block = 'thunk_metadata {{ thunk_info {{ thunk_id: {} profile_annotation: "{}" }} }}'
+    metadata = "\n".join(block.format(*x) for x in blocks)
+    names = kernels.read_names(metadata)
+    assert names == dict(blocks)
+    update = kernels.read_thunks(thunks, names, kernels.read_trips(hlo))
+    [scan, branches] = update.inner
+    assert (scan.trips, scan.where, scan.graphs) == (5, "scan", 1)
+    assert (scan.kernels, scan.copies) == (1, 1)
+    assert scan.inner[0].trips is None
+    assert branches.name == "branches cond"
+    nodes = [update.total(lambda x: x.kernels + x.copies, until) for until in (0, 1, 60)]
+    assert nodes == [1 + 5 * 2 + 1, 1 + 5 * 3 + 1, 1 + 5 * 62 + 1]
+    assert update.total(lambda x: x.graphs, 0) == 5
+    assert update.until() == 1
