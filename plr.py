@@ -792,7 +792,7 @@ TYPE_RULES = {  # bool is an int too
     int: ("an int", lambda x: isinstance(x, int | np.integer) and type(x) is not bool),
     float: ("a number", lambda x: isinstance(x, NUMBER) and type(x) is not bool and not np.ndim(x)),
     str: ("a string", lambda x: isinstance(x, str)),
-    tuple[str, ...]: ("strings", lambda x: type(x) is tuple and set(map(type, x)) <= {str}),
+    tuple[str, ...]: ("a tuple of str", lambda x: type(x) is tuple and set(map(type, x)) <= {str}),
 }
 RULES = (  # what is allowed, its test, in which fields and teacher_fields
     ("at least 0", lambda x: x >= 0, """lr ent_coef vf_coef bptt_horizon n_walls num_edits seed

@@ -774,8 +774,8 @@ def test_bad_combinations(changes, words):
     (dict(rnn=3), "rnn = 3: allowed is lstm | gru | s5 | none"),
     (dict(rnn="rnn"), "rnn = 'rnn': allowed is lstm | gru | s5 | none"),
     (dict(eval_suite=("TrivialMaze",)), "eval_suite = ('TrivialMaze',): allowed is a string"),
-    (dict(sweep=["lr=1"]), "sweep = ['lr=1']: allowed is a tuple of strings"),
-    (dict(sweep="lr=1"), "sweep = 'lr=1': allowed is a tuple of strings"),
+    (dict(sweep=["lr=1"]), "sweep = ['lr=1']: allowed is a tuple of str"),
+    (dict(sweep="lr=1"), "sweep = 'lr=1': allowed is a tuple of str"),
 ])  # fmt: skip
 def test_a_wrong_type_is_refused_before_anything(changes, words):
     for function in (dr.check, dr.make_train):
