@@ -397,6 +397,8 @@ def test_modes_are_presets(name):
     assert module.PARALLEL.num_updates == 30_000
     assert not module.PLAIN.robust
     assert module.PLAIN.num_updates == 30_000
+    assert module.parse(["--parallel"]) == module.PARALLEL
+    assert module.parse(["--no-robust"]) == module.PLAIN
     assert module.parse(["--no-robust", "--num-updates", "7"]).num_updates == 7
 
 
