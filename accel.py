@@ -23,6 +23,7 @@ Shapes     T steps, N levels, E copies that play each level, B = N * E trajector
 """
 
 import csv
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -30,10 +31,12 @@ import math
 import os
 import platform
 import re
+import secrets
+import shlex
 import signal
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -46,10 +49,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from flax import serialization, struct
+from flax import serialization, struct, traverse_util
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import amaze
@@ -831,11 +833,32 @@ TYPES = get_type_hints(Config)  # field -> type
 FLOATS = [name for name, kind in TYPES.items() if kind is float]
 MAY_CHANGE = """resume out devices shard seeds_at_once distributed track checkpoint_interval
     archive_interval plot_interval""".split()  # when a run is resumed
-OTHER_NAMES = {"learning_rate": "lr", "total_timesteps": "num_updates", "clip_coef": "clip_eps"}
+OTHER_NAMES = {  # field: what minimax, JaxUED, dcd, PureJaxRL and CleanRL call it
+    "lr": "learning_rate", "gamma": "discount discount_factor", "vf_coef": """value_loss_coef
+        student_value_loss_coef critic_coeff""", "seeds": "num_seeds n_seeds",
+    "ent_coef": "entropy_coef entropy_coeff student_entropy_coef", "num_evals": "n_eval",
+    "clip_eps": "clip_coef ppo_clip_eps", "update_epochs": "ppo_n_epochs ppo_epoch epoch_ppo",
+    "num_minibatches": "ppo_n_minibatches num_mini_batch", "num_steps": "n_rollout_steps",
+    "num_updates": "n_total_updates total_timesteps num_env_steps", "devices": "n_devices",
+    "num_envs": "n_parallel num_train_envs num_processes", "max_steps": "max_episode_steps",
+    "rnn": "student_recurrent_arch recurrent_arch", "num_edits": "n_edits",
+    "hidden_size": "student_recurrent_hidden_dim recurrent_hidden_dim",
+    "score": "ued_score score_function level_replay_strategy", "min_fill": """level_replay_rho
+        minimum_fill_ratio plr_minimum_fill_ratio""", "eval_suite": "eval_levels test_env_names",
+    "buffer_size": "level_buffer_capacity plr_buffer_size level_replay_seed_buffer_size",
+    "replay_prob": "plr_replay_prob level_replay_prob", "temperature": """temp plr_temp
+        level_replay_temperature""", "staleness_coef": "staleness_coeff plr_staleness_coef",
+    "eval_interval": "eval_freq test_interval", "eval_episodes": """eval_num_attempts
+        test_n_episodes""", "checkpoint_interval": "checkpoint_save_interval", "out": "log_dir",
+}  # fmt: skip
 COUNTERS = ("grad_updates", "rollouts")  # metrics that logs.csv needs
+PROGRESS = ("cycles", "seconds", "log_bytes", "where")  # in a checkpoint; all else stays the same
 CURVES = ("train_solve_rate", "eval_solve_rate")  # what curves.png and the progress bar show
 HELP = f"""{", ".join(PRESETS)}: what a preset in {SCRIPT} has; other flags then change it.
 Compiled programs are kept in ~/.cache/amaze: delete it freely."""
+FORMAT = b"amaze checkpoint 1 "  # how a checkpoint begins; then the checksum of what follows
+BEGUN = {"config.json", "levels", "lock", "logs.csv", "wandb"}  # in a folder from its beginning
+MOST = 2**16  # trainings of one run
 gather = partial(multihost_utils.process_allgather, tiled=True)  # whole arrays, in each process
 NUMBER = (int, float, np.integer, np.floating, jax.Array)
 
@@ -843,6 +866,12 @@ NUMBER = (int, float, np.integer, np.floating, jax.Array)
 def maze_names(suite):
     """The mazes of a suite, or the names between commas."""
     return amaze.SUITES.get(suite, list(dict.fromkeys(suite.split(","))))
+
+
+def is_installed(package):
+    """A folder of its name beside the script is none."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
 
 
 TYPE_RULES = {  # bool is an int too
@@ -857,13 +886,17 @@ RULES = (  # what is allowed, its test, in which fields and teacher_fields
         eval_interval seeds_at_once sweep_random devices archive_interval plot_interval
         candidate_steps"""),
     ("at least 1", lambda x: x >= 1, """num_updates num_envs num_evals num_steps update_epochs
-        num_minibatches hidden_size s5_layers max_steps num_students filters buffer_size seeds
-        score_interval candidates_at_once eval_episodes log_interval checkpoint_interval"""),
+        num_minibatches s5_layers max_steps num_students filters buffer_size score_interval
+        candidates_at_once eval_episodes log_interval checkpoint_interval"""),
+    ("from 1 to 2,048", lambda x: 1 <= x <= 2048, "hidden_size"),
+    (f"from 1 to {MOST:,}", lambda x: 1 <= x <= MOST, "seeds"),
     ("from 2 to 128", lambda x: 2 <= x <= 128, "height width candidate_evals"),
     ("above 0", lambda x: x > 0, "clip_eps max_grad_norm temperature"),
     ("from 0 to 1", lambda x: 0 <= x <= 1, "gamma gae_lambda replay_prob staleness_coef min_fill"),
+    ("False: amaze has no sample_solvable",
+        lambda x: not x or hasattr(amaze, "sample_solvable"), "solvable_only"),
     ("what is installed: pip install wandb, pip install trackio",
-        lambda x: x == "" or importlib.util.find_spec(x) is not None, "track"),
+        lambda x: x == "" or is_installed(x), "track"),
     (f"a suite ({', '.join(amaze.SUITES)}) or mazes ({', '.join(amaze.TEST_MAZES)})",
         lambda x: set(maze_names(x)) <= set(amaze.TEST_MAZES), "eval_suite"),
 )  # fmt: skip
@@ -883,6 +916,10 @@ def demand(condition, config, names, allowed):
 def check(config):
     """Refuse the first value of a wrong type or size. NumPy's scalars are the numbers that they
     are; a float may be traced."""
+    for name, why in {"jax_enable_x64": "programs are of 32 bits",
+                      "jax_debug_nans": "NaN says that nothing was measured"}.items():  # fmt: skip
+        if getattr(jax.config, name):
+            raise BadConfig(f"{name.upper()} = True: allowed is False; {why}")
     for name, kind in TYPES.items():
         value = getattr(config, name)
         if isinstance(value, jax.core.Tracer):
@@ -911,7 +948,7 @@ def read_sweep(text):
     ends = float(low), float(high)
     if not (0 < min(ends) and max(ends) < np.inf and int(number) > 0):
         raise ValueError(text)
-    return np.geomspace(*ends, int(number)).tolist(), sorted(ends)
+    return np.geomspace(*ends, min(int(number), MOST + 1)).tolist(), sorted(ends)
 
 
 def make_rows(config):
@@ -931,6 +968,8 @@ def make_rows(config):
             demand(False, config, "sweep", allowed)
     rng, number = np.random.default_rng(config.seed), config.sweep_random
     demand(len(grid) > 0 or number == 0, config, "sweep_random", "0 without --sweep")
+    trainings = config.seeds * math.prod(map(len, grid.values()))
+    demand(trainings <= MOST, config, "sweep seeds", f"at most {MOST:,} trainings")
     points = itertools.product(*grid.values())
     if number > 0 and any(ranges.values()):
         draw = lambda ends: np.exp(rng.uniform(*np.log(ends), number))
@@ -942,7 +981,8 @@ def make_rows(config):
     points = [dict(zip(grid, point)) for point in points]
     for point in points:
         check(replace(config, **point))
-    return [{"seed": config.seed + i} | point for point in points for i in range(config.seeds)]
+    seeds = [int(config.seed) + i for i in range(config.seeds)]
+    return [{"seed": seed} | point for point in points for seed in seeds]
 
 
 def choose_devices(config, num_rows):
@@ -995,72 +1035,235 @@ def make_programs(config, num_rows, devices, shard):
     return init, update, show, sharding
 
 
+class Speech:
+    """stdout or stderr, None if it is closed; what nobody hears does not stop a training."""
+
+    def __init__(self, stream):
+        self.stream = open(os.devnull, "w") if stream is None else stream
+        if hasattr(self.stream, "reconfigure"):  # not in a notebook
+            self.stream.reconfigure(errors="backslashreplace")
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError:  # a closed pipe, a full disk
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+def printable(text):
+    """Without what would steer a terminal."""
+    return "".join(x if x.isprintable() else "?" for x in text)
+
+
 def say(line):
     """Print above the progress bar, in the first process only."""
     if jax.process_index() == 0:
-        tqdm.write(line)
+        tqdm.write(printable(line))
+
+
+# --- what is on disk: checked before it is believed, replaced as a whole
 
 
 def write(path, save):
     """Replace a file as a whole: save(file) makes another one, which then takes its place."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:  # a new one, nobody's link
             save(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
-def choose_folder(config):
-    """--out, or the first of runs/NAME-1, runs/NAME-2, ... that is free."""
-    names = (Path(f"runs/{Path(SCRIPT).stem}-{i}") for i in itertools.count(1))
-    free = next(name for name in names if not name.exists())
-    return free if config.out == "" else Path(config.out)
-
-
-def make_folder(config, folder):
-    """A run's folder with its config.json; one that holds something can only be resumed."""
-    demand(config.resume or not any(folder.glob("*")), config, "out", "a new one, or --resume")
-    try:
-        (folder / "levels").mkdir(parents=True, exist_ok=config.resume)
-    except OSError as error:
-        demand(False, config, "out", f"a folder that can be made ({error.strerror})")
+def to_json(config):
     stored = {"script": SCRIPT} | asdict(replace(config, resume=False))
-    text = json.dumps(stored, indent=2, default=lambda number: number.item())
-    write(folder / "config.json", lambda file: file.write(text.encode()))
+    return json.dumps(stored, indent=2, default=lambda number: number.item())
 
 
-def load_checkpoint(config, folder, metrics):
-    """What a run to resume has reached; of a new one nothing."""
-    last = {"cycles": 0, "seconds": 0.0, "log_bytes": 0, "state": None, "metrics": metrics}
+def fixed_fields(config):
+    """What --resume must find as it was."""
+    stored = json.loads(to_json(config))
+    return {name: x for name, x in stored.items() if name not in [*MAY_CHANGE, "num_updates"]}
+
+
+def write_config(folder, config):
+    write(folder / "config.json", lambda file: file.write(to_json(config).encode()))
+
+
+def read_config(folder):
+    """What write_config wrote: a dict of the script's name and its Config's fields."""
+    path = folder / "config.json"
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8-sig")) if path.is_file() else {}
+        return stored | {"script": str(stored["script"]), "sweep": tuple(stored.get("sweep", ()))}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise BadConfig(f"{path} is missing, damaged, or not of a run") from None
+
+
+def write_checkpoint(path, data):
+    """data: a tree of dicts, arrays and numbers. One checkpoint.msgpack before is kept."""
+    if path.name == "checkpoint.msgpack":
+        with suppress(OSError):  # there is none yet, or a file system without links
+            path.with_stem("checkpoint_previous").unlink(missing_ok=True)
+            os.link(path, path.with_stem("checkpoint_previous"))
+    body = serialization.msgpack_serialize(data)
+    checksum = hashlib.sha256(body).hexdigest().encode()
+    write(path, lambda file: file.writelines([FORMAT, checksum, b"\n", body]))
+
+
+def read_checkpoint(path):
+    """What write_checkpoint wrote."""
+    if not path.is_file():
+        raise BadConfig(f"{path} is missing, or no file")
+    head, _, body = path.read_bytes().partition(b"\n")
+    if not head.startswith(FORMAT):
+        raise BadConfig(f"{path} does not begin with {FORMAT.decode()!r}: another format, or none")
+    if head != FORMAT + hashlib.sha256(body).hexdigest().encode():
+        raise BadConfig(f"{path} is damaged: truncated or changed")
+    try:
+        return dict(serialization.msgpack_restore(body))
+    except Exception:  # whatever the parser makes of foreign bytes
+        raise BadConfig(f"{path} holds no checkpoint") from None
+
+
+def outline(data):
+    """{place: what is there} in a checkpoint, for a comparison; of arrays data type and shape."""
+
+    def about(place, x):
+        if place in PROGRESS:
+            return type(x).__name__
+        return f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else repr(x)
+
+    flat = traverse_util.flatten_dict(data, keep_empty_nodes=True)
+    flat = {"/".join(map(str, place)): x for place, x in flat.items()}
+    return {place: about(place, x) for place, x in flat.items()}
+
+
+def new_checkpoint(config, rows, metrics, state, where):
+    """Of a run that begins: what stays as it is, of the state the shapes, and PROGRESS."""
+    for name in set(COUNTERS) - set(metrics):
+        raise BadConfig(f"make_train's metrics: {name} is missing, which logs.csv needs")
+    metrics = dict.fromkeys(metrics, "logged")
+    new = {"config": fixed_fields(config), "rows": rows, "metrics": metrics, "state": state}
+    progress = {"cycles": 0, "seconds": 0.0, "log_bytes": 0, "where": where}
+    return serialization.to_state_dict(new) | progress
+
+
+def load_checkpoint(config, folder, new):
+    """What a run to resume has reached: its last checkpoint, if it is like `new`, a dict, and
+    logs.csv holds the rows that it counts on; without a checkpoint `new`."""
     path = folder / "checkpoint.msgpack"
-    if config.resume and path.exists():
-        last |= serialization.msgpack_restore(path.read_bytes())
-    other = ", ".join(sorted(set(metrics) ^ set(last["metrics"])))
-    allowed = f"with --resume, a run with the same metrics; not so: {other}"
-    demand(other == "", config, "out", allowed)
+    others = sorted(folder.glob("checkpoint_*.msgpack"), key=os.path.getmtime, reverse=True)
+    if not config.resume or not (path.exists() or len(others) > 0):
+        return new
+    try:
+        last = {name: new[name] for name in (*PROGRESS, "metrics")} | read_checkpoint(path)
+        expected, found = outline(new), outline(last)
+        for place in expected | found:
+            there, wanted = found.get(place, "nothing"), expected.get(place, "nothing")
+            if there != wanted:
+                raise BadConfig(f"{path}: {place:.99} is {there:.99}, in this run {wanted:.99}")
+        if not (0 <= last["cycles"] <= config.num_updates and last["log_bytes"] >= 0):
+            raise BadConfig(f"{path}: {last['cycles']} cycles, {last['log_bytes']} bytes of rows")
+        nothing = dict.fromkeys(new["metrics"], np.zeros(1))
+        header = list(log_row(config, new["rows"]["0"], nothing, 0, 0.0))
+        check_log(folder / "logs.csv", last["log_bytes"], header)
+    except BadConfig as error:
+        names = " or ".join(other.name for other in others[:2])
+        helps = f"; what helps: {names} in place of {path.name}" if len(others) > 0 else ""
+        raise BadConfig(f"{error}{helps}") from None
     return last
 
 
-def save_checkpoint(path, log, reached, rows, state):
-    """It notes how long logs.csv is, so that both agree after a crash."""
-    data = reached | serialization.to_state_dict({"rows": rows, "state": gather(state)})
-    if jax.process_index() == 0:
-        os.fsync(log.fileno())  # before the checkpoint that counts on it
-        data["log_bytes"] = log.tell()
-        write(path, lambda file: file.write(serialization.msgpack_serialize(data)))
+def check_log(path, log_bytes, header):
+    """Refuse a logs.csv without the rows that a checkpoint counts on, unless it is empty."""
+    if log_bytes == 0 or (path.is_file() and path.stat().st_size == 0):
+        return
+    rows = b""
+    if path.is_file():
+        with open(path, "rb") as file:
+            rows = file.read(log_bytes)
+    first, *lines = [line.split(",") for line in rows.decode(errors="replace").split("\r\n")]
+    try:
+        numbers = [[float(x) for x in line if x != ""] for line in lines]
+        ours = first == header and {len(line) for line in lines[:-1]} == {len(header)}
+        ours = ours and len(rows) == log_bytes and numbers[-1] == []  # the last line ends
+    except ValueError:
+        ours = False
+    if not ours:
+        allowed = f"all {log_bytes} bytes of them, or an empty file to go on without"
+        raise BadConfig(f"{path} has not the rows of this checkpoint: allowed are {allowed}")
 
 
 def open_log(folder, log_bytes):
     """logs.csv, cut to what the checkpoint knows of; only the first process writes."""
-    path = folder / "logs.csv" if jax.process_index() == 0 else Path(os.devnull)
-    if path.is_file():
+    if jax.process_index() > 0:
+        return open(os.devnull, "a")
+    path = folder / "logs.csv"
+    if path.is_file() and path.stat().st_size > log_bytes:
         os.truncate(path, log_bytes)
-    return open(path, "a", buffering=1, newline="")
+    return open(path, "a", buffering=1, newline="", encoding="utf-8")
+
+
+def save_checkpoint(path, log, reached, state):
+    """It notes how long logs.csv is, so that both agree after a crash."""
+    data = reached | serialization.to_state_dict({"state": gather(state)})
+    if jax.process_index() == 0:
+        os.fsync(log.fileno())  # before the checkpoint that counts on it
+        write_checkpoint(path, data | {"log_bytes": log.tell()})
+
+
+def make_folder(config):
+    """--out, or the next runs/NAME-1, runs/NAME-2, ... that nobody has made yet. A new run's holds
+    nothing, or what is left of one that has trained nothing."""
+    folder = Path(config.out)
+    if jax.process_index() > 0:
+        return folder
+    if config.out == "":
+        for folder in (Path(f"runs/{Path(SCRIPT).stem}-{i}") for i in itertools.count(1)):
+            with suppress(FileExistsError):
+                folder.mkdir(parents=True)
+                return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        demand(False, config, "out", f"a folder that can be made ({error.strerror})")
+    for name in ("lock", "logs.csv", "levels"):
+        demand(not (folder / name).is_symlink(), config, "out", f"a folder whose {name} is no link")
+    log = folder / "logs.csv"
+    has_rows = log.is_file() and log.read_bytes().count(b"\n") > 1
+    is_new = {x.name for x in folder.iterdir() if x.suffix != ".tmp"} <= BEGUN and not has_rows
+    demand(config.resume or is_new, config, "out", "a new one, or --resume")
+    return folder
+
+
+@contextmanager
+def hold_folder(config, folder):
+    """Keep other processes out of a run's folder; the system frees it when this one dies."""
+    if jax.process_index() > 0:
+        yield
+        return
+    with open(folder / "lock", "a") as lock:
+        try:
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            demand(False, config, "out", "a folder whose `lock` no other process holds")
+        except (OSError, ImportError):  # a file system without locks, Windows
+            pass
+        for left in folder.glob(".*.tmp"):
+            left.unlink()
+        (folder / "levels").mkdir(exist_ok=True)
+        yield
 
 
 def log_row(config, row, metrics, cycle, seconds):
@@ -1081,9 +1284,12 @@ def log_row(config, row, metrics, cycle, seconds):
 def write_log(log, trackers, lines):
     """The lines, one for each row, to logs.csv and to the trackers."""
     writer = csv.DictWriter(log, lines[0])
-    if log.tell() == 0:
-        writer.writeheader()
-    writer.writerows(lines)
+    try:
+        if log.tell() == 0:
+            writer.writeheader()
+        writer.writerows(lines)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, log.name) from None
     for tracker, line in zip(trackers, lines):
         numbers = {name: float(x) for name, x in line.items() if x != ""}
         tracker.log(numbers, step=line["update"])
@@ -1099,14 +1305,21 @@ def start_trackers(config, rows, folder):
     name, trackers = os.environ.get("WANDB_NAME", folder.name), []
     for i, row in enumerate(rows):
         about |= {"name": f"{name}-{i}", "config": asdict(config) | row}
-        trackers.append(importlib.import_module(config.track).init(**about))
+        try:
+            trackers.append(importlib.import_module(config.track).init(**about))
+        except Exception as error:  # whatever it raises, without a key for example
+            why = str(error).partition("\n")[0]
+            demand(False, config, "track", f"a tracker that starts ({why})")
     return trackers
 
 
 def plot_curves(folder, swept):
     """curves.png from logs.csv: mean and spread over the seeds of each point of a sweep."""
+    from matplotlib.figure import Figure  # here: seldom needed, and slow
+
     figure = Figure(figsize=(11, 4), layout="constrained")
-    table = list(csv.DictReader((folder / "logs.csv").read_text().splitlines()))
+    text = (folder / "logs.csv").read_text(encoding="utf-8")
+    table = list(csv.DictReader(text.splitlines()))
     for axis, column in zip(figure.subplots(1, 2), CURVES):
         curves = {}  # point -> update -> [steps, value] of each seed
         for row in table:
@@ -1121,7 +1334,7 @@ def plot_curves(folder, swept):
             axis.plot(steps, mean, label=point)
             axis.fill_between(steps, mean - std, mean + std, alpha=0.2)
         axis.set(xlabel="env steps", title=column, ylim=(0, 1))
-        if swept and len(curves) <= 12:
+        if len(swept) > 0 and 0 < len(curves) <= 12:
             axis.legend(fontsize="small")
     write(folder / "curves.png", partial(figure.savefig, format="png"))
 
@@ -1168,12 +1381,25 @@ def say_diverged(rows, metrics, cycle, diverged):
         raise FloatingPointError(f"all trainings have diverged by cycle {last}")
 
 
+def progress_bar(cycle, cycles):
+    quiet = jax.process_index() > 0
+    return tqdm(initial=cycle, total=cycles, unit="cycle", disable=quiet)
+
+
+def say_begin(folder, rows, where, before):
+    say(f"{folder}: {len(rows)} training(s) on {where}")
+    if before != where:
+        say(f"before on {before}: the same training to rounding, not bit for bit")
+
+
 def say_end(config, folder, cycle, seconds):
-    script = sys.argv[0] if __name__ == "__main__" else SCRIPT
+    script, folder = sys.argv[0] if __name__ == "__main__" else SCRIPT, str(folder)
     if cycle < config.num_updates:
-        say(f"stopped at cycle {cycle}; to go on: python {script} --resume --out {folder}")
+        command = shlex.join(["python", script, "--resume", "--out", folder])
+        say(f"stopped at cycle {cycle}; to go on: {command}")
     else:
-        say(f"done: {seconds:.0f} s; next: python evaluate.py {folder} --script {script}")
+        command = shlex.join(["python", "evaluate.py", folder, "--script", script])
+        say(f"done: {seconds:.0f} s; next: {command}")
 
 
 def run(config, keep_metrics=True, stopped_by=None):
@@ -1184,36 +1410,36 @@ def run(config, keep_metrics=True, stopped_by=None):
     rows = make_rows(config)
     devices, shard = choose_devices(config, len(rows))
     init, update, show, sharding = make_programs(config, len(rows), devices, shard)
-    table = {name: np.array([row[name] for row in rows]) for name in rows[0]}
-    table = jax.device_put(table, sharding)
+    columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    table = jax.device_put(columns, sharding)
     state = jax.eval_shape(init, 0, table, None)[0]
     metrics = list(jax.eval_shape(update(1), 0, table, state)[1])
-    for name in set(COUNTERS) - set(metrics):
-        raise BadConfig(f"make_train's metrics: {name} is missing, which logs.csv needs")
-    folder = choose_folder(config)
-    last = load_checkpoint(config, folder, metrics)
-    if jax.process_index() == 0:
-        make_folder(config, folder)
-    if last["state"] is None:
-        state = init(0, table, None)[0]
-    else:
-        state = serialization.from_state_dict(state, last["state"])
-    state = jax.device_put(state, sharding)
-    trackers = start_trackers(config, rows, folder)
     where = f"{len(devices)} x {devices[0].device_kind}, dealt by {shard}"
-    say(f"{folder}: {len(rows)} training(s) on {where}")
-    cycle, seconds, stopped = last["cycles"], last["seconds"], 0
-    programs, diverged = {}, set()
-    shown, kept = {}, []
-    quiet = jax.process_index() > 0
-    bar = tqdm(initial=cycle, total=config.num_updates, unit="cycle", disable=quiet)
-    with open_log(folder, last["log_bytes"]) as log, bar, catch_signals() as caught:
+    new = new_checkpoint(config, rows, metrics, state, where)
+    folder = make_folder(config)
+    with ExitStack() as stack:
+        stack.enter_context(hold_folder(config, folder))
+        last = load_checkpoint(config, folder, new)
+        if jax.process_index() == 0:
+            write_config(folder, config)
+        if last is not new:
+            state = serialization.from_state_dict(state, last["state"])
+        state = jax.device_put(init(0, table, None)[0] if last is new else state, sharding)
+        trackers = start_trackers(config, rows, folder)
+        say_begin(folder, rows, where, last["where"])
+        cycle, seconds, stopped = last["cycles"], last["seconds"], 0
+        programs, diverged = {}, set()
+        shown, kept = {}, []
+        bar = stack.enter_context(progress_bar(cycle, config.num_updates))
+        log = stack.enter_context(open_log(folder, last["log_bytes"]))
+        caught = stack.enter_context(catch_signals())
         while cycle < config.num_updates and stopped == 0:
             before = cycle
             to_next_row = config.log_interval - cycle % config.log_interval
             cycles = min(to_next_row, config.num_updates - cycle)
             if cycles not in programs:
                 programs[cycles] = compile_update(update, cycles, cycle, table, state)
+                bar.unpause()  # its rate is of training alone
             started = time.monotonic()
             state, chunk = jax.block_until_ready(programs[cycles](cycle, table, state))
             seconds += time.monotonic() - started
@@ -1234,11 +1460,11 @@ def run(config, keep_metrics=True, stopped_by=None):
             ends = stopped > 0 or cycle == config.num_updates
             if ends or due(config.plot_interval):
                 draw(folder, show(cycle, table, state)[1], cycle, list(rows[0])[1:])
-            reached = {"cycles": cycle, "seconds": seconds, "metrics": metrics}
+            reached = new | {"cycles": cycle, "seconds": seconds}
             if due(config.archive_interval):
-                save_checkpoint(folder / f"checkpoint_{cycle}.msgpack", log, reached, rows, state)
+                save_checkpoint(folder / f"checkpoint_{cycle}.msgpack", log, reached, state)
             if ends or due(config.checkpoint_interval):  # last: what comes before is made again
-                save_checkpoint(folder / "checkpoint.msgpack", log, reached, rows, state)
+                save_checkpoint(folder / "checkpoint.msgpack", log, reached, state)
     say_end(config, folder, cycle, seconds)
     if stopped > 0 and stopped_by is not None:
         stopped_by.append(stopped)
@@ -1253,23 +1479,37 @@ def refuse_words(arguments):
     for word, following in itertools.pairwise([*arguments, ""]):
         flag, _, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
-        if flag.startswith("--") and name in OTHER_NAMES:
-            hint = f"--{name}: did you mean --{OTHER_NAMES[name]}?"
-            raise BadConfig(hint.replace("_", "-"))
+        ours = [field for field in TYPES if name in OTHER_NAMES.get(field, "").split()]
+        if name.lower() in TYPES and name not in TYPES:
+            ours = [name.lower()]
+        if flag.startswith("--") and len(ours) > 0:
+            raise BadConfig(f"--{name}: did you mean --{ours[0]}?".replace("_", "-"))
         value = value or following
         if TYPES.get(name) is bool and value.lower() in ("true", "false"):
             raise BadConfig(f"{flag} {value}: allowed is {flag} or --no-{flag[2:]}")
 
 
+def whole_numbers(arguments):
+    """The arguments, with 1e6 as 1000000 where an int belongs."""
+    words = list(arguments)
+    for i, (flag, value) in enumerate(itertools.pairwise(arguments), start=1):
+        name = flag.removeprefix("--").replace("-", "_")
+        if TYPES.get(name) is int and re.fullmatch(r"[1-9](\.\d+)?e\d", value):
+            words[i] = f"{float(value):.0f}"
+    return words
+
+
 def resume(config, read):
     """Config of the run in --out, with what is given now: read(defaults); it stays the same run."""
-    path = Path(config.out) / "config.json"
-    there = config.out != "" and path.exists()
+    there = config.out != "" and Path(config.out, "config.json").exists()
     demand(there, config, "out", "the folder of a run, to --resume it")
-    stored = json.loads(path.read_text())
-    is_ours = stored.pop("script") == SCRIPT and set(stored) <= set(TYPES)
-    demand(is_ours, config, "out", f"a run of {SCRIPT} as it stands, to --resume it")
-    stored = Config(**stored | {"sweep": tuple(stored["sweep"])})
+    stored = read_config(Path(config.out))
+    name, unknown = stored.pop("script"), set(stored) - set(TYPES)
+    demand(name == SCRIPT, config, "out", f"a run of {SCRIPT}, to --resume it; not of {name}")
+    if len(unknown) > 0:
+        raise BadConfig(f"{config.out}/config.json: {SCRIPT} does not know {min(unknown)}")
+    stored = Config(**stored)
+    make_rows(stored)
     sweep = () if config.sweep else stored.sweep  # tyro appends to it
     config = read(default=replace(stored, sweep=sweep, distributed=""))
     for name in [name for name in TYPES if name not in MAY_CHANGE]:
@@ -1288,10 +1528,11 @@ def parse(arguments):
     presets = [flag for flag in PRESETS if flag in arguments]
     if len(presets) > 1:
         print(f"{presets[0]} was not tuned for {presets[1]}")
-    given = [word for word in arguments if word != "--fast"]
+    given = [word for word in whole_numbers(arguments) if word != "--fast"]
     append = (tyro.conf.UseAppendAction,)
     read = partial(tyro.cli, Config, args=given, prog=SCRIPT, description="", config=append)
     config = read(default=PRESETS[presets[0]] if len(presets) > 0 else Config())
+    config = replace(config, out=os.path.expanduser(config.out))
     return resume(config, read) if config.resume else config
 
 
@@ -1300,12 +1541,13 @@ def keep_programs():
     info, root = Path("/proc/cpuinfo"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     text = info.read_text() if info.exists() else f"flags {platform.platform()}"
     cpu = str(re.findall("(?m)^(?:model name|flags|Features).*", text)[:2]).encode()
-    kept = Path(root, f"amaze/jax-{jax.__version__}-{hash(int.from_bytes(cpu)):x}").expanduser()
+    kept = Path(root, f"amaze/jax-{jax.__version__}-{hash(int.from_bytes(cpu)):x}")
     try:
+        kept = kept.expanduser()
         kept.mkdir(parents=True, exist_ok=True)
         (kept / "writable").touch()
         jax.config.update("jax_compilation_cache_dir", str(kept))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # no place to write, no home
         print(f"warning: compiled programs are not kept: {error}", file=sys.stderr)
 
 
@@ -1327,11 +1569,16 @@ def start_jax(config):
         allowed = f"auto, or HOST:PORT,PROCESSES,NUMBER ({str(error).splitlines()[0]})"
         demand(config.distributed == "", config, "distributed", allowed)
         print("an import has started JAX: its devices are used; of a CPU, JAX_NUM_CPU_DEVICES")
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # a plugin that is not installed, for one
+        why = str(error).partition("\n")[0] or "it is not installed"
+        raise BadConfig(f"JAX_PLATFORMS = {jax.config.jax_platforms}: {why}") from None
 
 
 def main():
     """Exit status: 0, 1 a training that failed, 2 bad input, 128 + the signal that stopped it."""
-    sys.stdout.reconfigure(line_buffering=True)  # into a file too
+    os.environ.pop("MPLBACKEND", None)  # a notebook's, which need not be installed here
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # what `run` does not catch ends it at once
     signals = []
     try:
@@ -1342,21 +1589,24 @@ def main():
         sys.exit(128 + signals[0] if signals else 0)
     except (BadConfig, FloatingPointError) as error:
         message, status = str(error), 2 if isinstance(error, BadConfig) else 1
+    except AttributeError as error:
+        if error.obj is not amaze:
+            raise
+        message, status = f"amaze.{error.name}: {SCRIPT} needs it of an environment", 2
     except (OSError, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, OSError) and not jax.distributed.is_initialized():
             raise
-        if getattr(error, "errno", None) is not None and error.filename is None:
-            error.filename = "logs.csv"  # all other files are written by `write`
         why, status = str(error).splitlines()[0], 1
         message = f"{why}; the last checkpoint is intact, if any; --resume goes on"
-    print(f"{SCRIPT}: error: {message}", file=sys.stderr, flush=True)
+    print(f"{SCRIPT}: error: {printable(message)}", file=sys.stderr, flush=True)
     if jax.distributed.is_initialized():
         os._exit(status)  # the others wait for this one
     sys.exit(status)
 
 
 if __name__ == "__main__":
-    main()
+    with redirect_stdout(Speech(sys.stdout)), redirect_stderr(Speech(sys.stderr)):
+        main()
 
 # /// script
 # requires-python = ">=3.11"

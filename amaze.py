@@ -35,6 +35,7 @@ evaluate.py   EnvState and render for films; if levels differ in shape, pad_leve
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
@@ -42,8 +43,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.image import imsave
 
 NUM_ACTIONS = 7
 LEFT, RIGHT, FORWARD = 0, 1, 2
@@ -430,8 +429,11 @@ def level_stats(level, max_steps=250):
 
 
 def level_from_text(text):
-    """A level drawn with '#' wall, '.' floor, 'G' goal, and the agent as '>', 'v', '<' or '^'."""
-    rows = [row.strip() for row in text.strip().splitlines()]
+    """A level drawn with '#' wall, '.' floor, 'G' goal, and the agent as '>', 'v', '<' or '^'; at
+    most 128 rows and columns. What all lines are indented by is left out."""
+    rows = textwrap.dedent(text).strip("\n").splitlines()
+    if len(rows) > 128 or any(len(row) > 128 for row in rows):
+        raise ValueError("more than 128 rows or columns")
     found = {}  # kind -> row, column, counted from 1
     for r, row in enumerate(rows, start=1):
         for c, char in enumerate(row, start=1):
@@ -1037,6 +1039,8 @@ def plot_levels(sections, columns=8, render=render):
     """A matplotlib Figure of {title: (levels [K, ...], captions {name: K numbers or words})}.
 
     One axes for all, in inches: an axes for each level would take ten times as long to draw."""
+    from matplotlib.figure import Figure  # here: seldom needed, and slow
+
     figure = Figure()
     axes = figure.add_axes((0, 0, 1, 1))
     top = 0.0
@@ -1114,6 +1118,8 @@ def main():
     rng = jax.random.key(args.seed)
     if args.png:
         try:
+            from matplotlib.image import imsave
+
             imsave(args.png, render(maze.sample(rng)))
         except (OSError, ValueError) as error:  # no such folder or format
             parser.exit(1, f"cannot write {args.png}: {error}\n")

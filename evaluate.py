@@ -41,7 +41,8 @@ import re
 import sys
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -53,11 +54,12 @@ import numpy as np
 import tyro
 from flax import serialization, traverse_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from matplotlib.figure import Figure
 from PIL import Image
 from tqdm import tqdm
 
 import amaze
+import dr  # files are written and read as there
+from dr import BadConfig as Refused, printable, read_checkpoint, read_config
 
 SCRIPTS = ("dr.py", "plr.py", "accel.py", "paired.py", "sfl.py")  # all that a config.json may name
 STEPS = 50  # of the lanes, between looks at what has ended
@@ -69,6 +71,7 @@ HEADS = "(Dense_[0-3]/(bias|kernel) ){8}Embed_0/embedding conv/bias conv/kernel"
 GATED = " core/bias core/kernel"
 CORES = {"lstm": f"( core/Dense_0/kernel)?{GATED}", "gru": f" core/Dense_0/kernel{GATED}",
          "s5": r"( core/(Dense_0|S5Layer_\d+)/[\w/]+)+", "none": ""}  # fmt: skip
+LONGEST = 99_999  # steps of an episode that play.html reads
 EMPTY_PAGE = '{"agents": [], "suites": {}, "mazes": {}}'  # what play.html holds before it is filled
 
 
@@ -89,11 +92,7 @@ class Arguments:
     show_levels: bool = False  # draw the mazes too
     play: bool = False  # instead: write play.html, a page where one draws mazes that agents walk
     trainings: int = 0  # of each run, the first so many; 0: all
-    script: str = ""  # what made a run, if it is none of ours: a Python file, to be executed
-
-
-class Refused(ValueError):
-    """One line: what is wrong, and what is allowed."""
+    script: tuple[str, ...] = ()  # files that made runs, if not beside evaluate.py; are executed
 
 
 class Maze(NamedTuple):
@@ -114,13 +113,6 @@ class Run(NamedTuple):
     params: dict  # [A, ...]
     train: Callable  # the script's, of which act, initial_carry, reset and step are needed here
     env: ModuleType = amaze  # what the script imports as amaze
-
-
-class Checkpoint(NamedTuple):
-    config: dict  # of config.json, with the script's name
-    update: int  # its cycle
-    rows: list  # [R] dicts of seed, swept values
-    state: dict  # RunnerState as dicts of arrays [R, ...]
 
 
 # --- mazes
@@ -153,8 +145,9 @@ def read_mazes(path, max_steps, env=amaze):
     path = Path(path)
     mazes = []
     try:
-        texts = re.split(r"\n\s*\n", path.read_text(encoding="utf-8").strip())
-        for number, text in enumerate(texts, start=1):
+        text = path.read_text(encoding="utf-8-sig")
+        texts = [x for x in re.split(r"\n(?:[ \t]*\n)+", text) if x.strip() != ""]
+        for number, text in enumerate(texts or [""], start=1):
             level = jax.tree.map(lambda x: x[None], env.level_from_text(text))
             mazes.append(Maze(f"{path.stem}-{number}", level, max_steps))
     except ValueError as error:  # a UnicodeDecodeError is one too
@@ -448,40 +441,30 @@ def show(value, low, high):
 # --- checkpoints: data, from which nothing is executed
 
 
-def import_script(recorded, given):
-    """The module of a run: one of SCRIPTS beside this file, or the one that the user names."""
-    ours = recorded in SCRIPTS and Path(given).name != recorded
-    if not ours and given == "":
-        raise Refused(f"made by {recorded!r}: allowed are {', '.join(SCRIPTS)}, or --script FILE")
-    path = Path(__file__).resolve().with_name(recorded) if ours else Path(given)
+def choose_script(recorded, given):
+    """The file of the script that config.json names: the one of --script with that name, or one
+    beside this file, never a path from a folder; else --script's only one, the script renamed."""
+    given = [Path(path) for path in given]
+    named = [path for path in given if path.name == recorded]
+    trains = lambda path: "\ndef make_train(" in path.read_text(encoding="utf-8")
+    beside = [path for path in Path(__file__).resolve().parent.glob("*.py") if trains(path)]
+    named += [path for path in beside if path.name == recorded]
+    if len(named) == 0 and len(given) == 1:
+        named = given
+    if len(named) == 0:
+        allowed = f"{', '.join(SCRIPTS)}, a copy beside them, or --script FILE"
+        raise Refused(f"made by {recorded!r:.99}: allowed are {allowed}")
+    return named[0]
+
+
+def import_script(path):
+    """The module of a file, which is executed."""
     spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.append(str(path.resolve().parent))  # where its environment may lie
     spec.loader.exec_module(module)
     return module
-
-
-def read_config(folder):
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config = {k: tuple(x) if isinstance(x, list) else x for k, x in config.items()}
-        return config | {"script": str(config["script"])}
-    except (OSError, ValueError, RecursionError, AttributeError, KeyError):
-        raise Refused("no config.json of a training: allowed is a run's folder or file") from None
-
-
-def read_run(path):
-    """The Checkpoint of a run folder or of a file in it."""
-    path = path / "checkpoint.msgpack" if path.is_dir() else path
-    config = read_config(path.parent)
-    try:
-        data = serialization.msgpack_restore(path.read_bytes())
-        rows = [data["rows"][str(i)] for i in range(len(data["rows"]))]
-        rows = [row | {"seed": int(row["seed"])} for row in rows]
-        return Checkpoint(config, int(data["cycles"]), rows, dict(data["state"]))
-    except Exception:  # whatever the parser makes of foreign bytes
-        raise Refused(f"{path.name} is missing, truncated or no checkpoint") from None
 
 
 def fit(expected, found, num_rows):
@@ -502,14 +485,14 @@ def fit(expected, found, num_rows):
     return params
 
 
-def read_students(checkpoint, expected, config):
+def read_students(state, expected, config, num_rows):
     """Names of a training's students, and the parameters of those of all rows."""
     role = "students" if hasattr(expected, "students") else "student"
-    learner = dict(checkpoint.state.get(role) or {})
+    learner = dict(state.get(role) or {})
     params = learner.get("average_params")  # as in training: with polyak_averaging
     if params is None:
         params = learner.get("params")
-    params = fit(getattr(expected, role).params, params, len(checkpoint.rows))
+    params = fit(getattr(expected, role).params, params, num_rows)
     if role == "student":
         return ["student"], params
     names = ["protagonist", "antagonist"]
@@ -519,35 +502,49 @@ def read_students(checkpoint, expected, config):
     return names, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), params)
 
 
-def load(path, script="", agent="protagonist", trainings=0):
+def read_rows(data, made_by, expected):
+    """Rows of a checkpoint's trainings, dicts of seed and swept values; they are config.json's."""
+    try:
+        rows = [dict(data["rows"][str(i)]) for i in range(len(data["rows"]))]
+        rows = [row | {"seed": int(row["seed"])} for row in rows]
+        script = data["config"]["script"]
+    except (KeyError, TypeError, ValueError):
+        raise Refused("a checkpoint that does not say of which trainings") from None
+    if script != made_by or rows != (expected or rows):
+        raise Refused(f"a checkpoint of {script!r:.50} or of other seeds, swept values")
+    return rows
+
+
+def load(path, script=(), agent="protagonist", trainings=0):
     """The Run of a run folder's last checkpoint, or of a checkpoint file; else as in Arguments."""
-    path = Path(path)
-    checkpoint = read_run(path)
-    settings = dict(checkpoint.config)
+    path, script = Path(path), (script,) if isinstance(script, str | Path) else script
+    folder = path if path.is_dir() else path.parent
+    settings = read_config(folder)
+    data = read_checkpoint(path / "checkpoint.msgpack" if path.is_dir() else path)
     made_by = settings.pop("script")
     settings.pop("track", None)  # who plays needs no tracker
-    module = import_script(made_by, script)
+    module = import_script(choose_script(made_by, script))
     unknown = set(settings) - {f.name for f in fields(module.Config)}
     if len(unknown) > 0:
         raise Refused(f"config.json: {made_by} does not know {', '.join(sorted(unknown))}")
     try:
         config = module.Config(**settings)
+        rows = module.make_rows(config) if hasattr(module, "make_rows") else []
         train = module.make_train(config)
         state = jax.eval_shape(train.init, jax.random.key(0))
     except (ValueError, TypeError) as error:
         raise Refused(f"config.json: {str(error).splitlines()[0]}") from None
-    names, params = read_students(checkpoint, state, config)
+    rows = read_rows(data, made_by, rows)
+    names, params = read_students(data["state"], state, config, len(rows))
     wanted = {"all": names, "protagonist": names[:1]} | {name: [name] for name in names}
     if agent not in wanted:
         raise Refused(f"agent = {agent!r}: allowed are {', '.join(wanted)}")
-    rows = checkpoint.rows[: trainings or None]
-    agents = [row | {"agent": name} for row in rows for name in names]
+    agents = [row | {"agent": name} for row in rows[: trainings or None] for name in names]
     chosen = [i for i, x in enumerate(agents) if x["agent"] in wanted[agent]]
     params = jax.tree.map(lambda x: x[chosen], params)
     agents = [agents[i] for i in chosen]
-    folder = (path if path.is_dir() else path.parent).resolve()
-    name, algorithm = folder.name, Path(made_by).stem
-    return Run(name, folder, algorithm, checkpoint.update, agents, params, train, module.amaze)
+    folder, algorithm = folder.resolve(), Path(made_by).stem
+    return Run(folder.name, folder, algorithm, data["cycles"], agents, params, train, module.amaze)
 
 
 def save(folder, config, state):
@@ -565,15 +562,18 @@ def save(folder, config, state):
     rows = script.make_rows(config)
     allowed = f"as many as the state's {number}, which must have done as many updates"
     script.demand(len(rows) == number and len(cycles) == 1, config, "sweep seeds", allowed)
+    state = jax.device_get(state.replace(cycles=None, rng=jax.random.key_data(state.rng)))
+    keys = len(np.unique(state.rng, axis=0))
+    allowed = "the values, NAME=0.1,0.2; trainings without them differ by their rng"
+    script.demand(keys >= config.seeds, config, "sweep", allowed)
     if any(folder.glob("*")):
         raise Refused(f"folder = {folder}: allowed is a new one")
-    state = jax.device_get(state.replace(cycles=None, rng=jax.random.key_data(state.rng)))
-    data = serialization.to_state_dict({"cycles": cycles.pop(), "rows": rows, "state": state})
-    stored = {"script": script.SCRIPT} | asdict(config)
-    text = json.dumps(stored, indent=2, default=lambda number: number.item())
-    write(folder / "config.json", lambda file: file.write(text.encode()))
-    data = serialization.msgpack_serialize(data)
-    write(folder / "checkpoint.msgpack", lambda file: file.write(data))
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {"config": script.fixed_fields(config), "cycles": cycles.pop()}
+    data |= {"rows": rows, "state": state}
+    script.write_config(folder, config)
+    script.write_checkpoint(folder / "checkpoint.msgpack", serialization.to_state_dict(data))
+    print(f"{folder} written")
 
 
 def curve(metrics, name):
@@ -581,6 +581,14 @@ def curve(metrics, name):
     x, y = np.atleast_2d(metrics["rollouts"]).T, np.atleast_2d(metrics[name]).T
     measured = ~np.isnan(y).all(1)
     return x[measured], y[measured]
+
+
+def common_folder(folders):
+    """The deepest that holds them all; of two drives, the present one."""
+    try:
+        return Path(os.path.commonpath(folders))
+    except ValueError:
+        return Path.cwd()
 
 
 def load_runs(args):
@@ -596,13 +604,16 @@ def load_runs(args):
                 demand_playable(run, args)
             runs.setdefault((run.folder, run.update), run)
         except (Refused, OSError) as error:
-            refused.append(f"{path}: {error}")
+            line = str(error)
+            refused.append(line if line.startswith(str(path)) else f"{path}: {line}")
     runs = list(runs.values())
     if len({run.env for run in runs}) > 1:
         raise Refused("runs of different environments: allowed is one at a time")
     if len(runs) > 0:
-        shared = os.path.commonpath([run.folder.parent for run in runs])
-        runs = [run._replace(name=run.folder.relative_to(shared).as_posix()) for run in runs]
+        shared = common_folder([run.folder.parent for run in runs])
+        names = [os.path.relpath(run.folder, shared) for run in runs]
+        names = [printable(Path(name).as_posix()) for name in names]
+        runs = [run._replace(name=name) for run, name in zip(runs, names)]
     return runs, refused
 
 
@@ -610,17 +621,11 @@ def load_runs(args):
 
 
 def write(path, save):
-    """A file as a whole: save(file) writes a temporary one, which then takes its place."""
+    """A file as a whole, as the scripts write theirs, in a folder that is made; it is said."""
     path.parent.mkdir(parents=True, exist_ok=True)
     existed = path.exists()
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            save(file)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    print(f"{path} {'replaced' if existed else 'written'}")
+    dr.write(path, save)
+    print(f"{printable(str(path))} {'replaced' if existed else 'written'}")
 
 
 def tabulate(run, mazes, optimal, returns, lengths):
@@ -686,9 +691,16 @@ def print_results(results, summaries, mazes, optimal):
     print_table(lines)
 
 
+def plain(text):
+    """For matplotlib, without formulas in it."""
+    return text.replace("$", r"\$")
+
+
 def plot_results(results, summaries, env=amaze):
     """A Figure: points with intervals, and the performance profile; {label: ...} both."""
     names = list(next(iter(summaries.values())))
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9 + 0.45 * len(names), 5), layout="constrained")
     points, profile = figure.subplots(1, 2, width_ratios=(1 + 0.45 * len(names), 4))
     tau = np.linspace(0, 1, 201)
@@ -696,10 +708,10 @@ def plot_results(results, summaries, env=amaze):
         value, low, high = np.array(list(summary.values())).T
         x = np.arange(len(names)) + 0.6 * ((i + 0.5) / len(summaries) - 0.5)
         points.vlines(x, low, high, color=f"C{i}")
-        points.plot(x, value, "o", color=f"C{i}", markersize=4, label=label)
+        points.plot(x, value, "o", color=f"C{i}", markersize=4, label=plain(label))
         rates = env.solved(results[label][0]).mean(-1, keepdims=True)  # [S, M, 1]
         profile.step(tau, (rates > tau).mean((0, 1)), where="post", color=f"C{i}")
-    points.set_xticks(range(len(names)), names, rotation=45, ha="right")
+    points.set_xticks(range(len(names)), map(plain, names), rotation=45, ha="right")
     points.set(ylabel="solve rate, 95% interval over seeds", ylim=(-0.03, 1.03))
     points.grid(axis="y", alpha=0.3)
     points.legend(fontsize="small")
@@ -743,7 +755,10 @@ def read_sweep(path, names):
                 score = float(row[column])
             scores[row["seed"]] = score
         scores = np.array([list(x.values()) for x in points.values()]).reshape(len(points), -1)
-    except (ValueError, TypeError, KeyError, AttributeError):  # also of unlike numbers of seeds
+        sizes = np.abs([x for point in points for x in point])
+        if len(names) > 20 or sizes.max() > 1e9 or np.nanmax(np.abs(scores - 0.5), initial=0) > 0.5:
+            raise ValueError("what no training has")
+    except (ValueError, TypeError, KeyError, AttributeError, csv.Error):  # also of unlike seeds
         raise Refused("logs.csv is none that this run wrote") from None
     return dict(zip(names, np.transpose(list(points)))), column, scores
 
@@ -762,13 +777,15 @@ def plot_sweep(points, column, scores, summary):
     """A Figure: the scores against each field."""
     _, low, high = summary.T
     diverged = np.isnan(scores).any(1)  # [N]
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(4 * len(points), 4), layout="constrained")
     panels = figure.subplots(1, len(points), squeeze=False)[0]
     for axes, (name, x) in zip(panels, points.items()):
         axes.plot(x, scores, "o", color="C0", alpha=0.4)
         axes.plot(x[diverged], 0 * x[diverged], "x", color="C3")
         axes.vlines(x, low, high, color="C0")
-        axes.set(xlabel=name, ylabel=f"{column}, x: diverged", ylim=(-0.03, 1.03))
+        axes.set(xlabel=plain(name), ylabel=f"{column}, x: diverged", ylim=(-0.03, 1.03))
         axes.set_xscale("log" if max(x) > 10 * min(x) > 0 else "linear")
     return figure
 
@@ -787,16 +804,18 @@ def demand_playable(run, args):
         raise Refused(f"a network that play.html cannot play: {allowed}")
     if not all((abs(x) < np.finfo(np.float16).max).all() for x in jax.tree.leaves(run.params)):
         raise Refused("parameters that are not finite in float16, which play.html holds")
-    if args.script != "" and not plays_as_ours(run, network, args):
-        raise Refused(f"{args.script} plays otherwise than play.html would: {allowed}")
+    if config["script"] not in SCRIPTS and not plays_as_ours(run, network, args):
+        raise Refused(f"{config['script']} plays otherwise than play.html would: {allowed}")
 
 
 def plays_as_ours(run, network, args):
     """If the run's first agent does on easy mazes what it does with dr.py's network."""
-    script = import_script("dr.py", "")
-    ours = script.make_train(script.Config(**network))
+    ours = dr.make_train(dr.Config(**network))
     shapes = jax.eval_shape(ours.init, jax.random.key(0)).student.params
-    params = fit(shapes, run.params, len(run.agents))
+    try:
+        params = fit(shapes, run.params, len(run.agents))
+    except Refused:  # it is larger, say
+        return False
     params, rngs = jax.tree.map(lambda x: x[:1], (params, agent_keys(run, args.seed)))
     names = "TrivialMaze", "MiniMaze", "FourRooms"  # also by chance
     mazes = draw_mazes(names, replace(args, episodes=30), False)
@@ -843,8 +862,9 @@ def check(args):
         value = getattr(args, name)
         if not least <= value < 2**31:
             raise Refused(f"{name} = {value}: allowed is at least {least}, below 2^31")
-    if args.script != "" and not (Path(args.script).is_file() and args.script.endswith(".py")):
-        raise Refused(f"script = {args.script}: allowed is a Python file")
+    for path in args.script:
+        if not (Path(path).is_file() and path.endswith(".py")):
+            raise Refused(f"script = {path}: allowed is a Python file")
     if len(args.runs) == 0 and not args.show_levels:
         raise Refused("no runs: allowed are folders of runs and checkpoint files")
 
@@ -852,7 +872,7 @@ def check(args):
 def choose_out(args, runs):
     """The folder for results; it need not exist yet."""
     folders = [run.folder for run in runs] or [Path.cwd()]
-    out = Path(args.out or os.path.relpath(os.path.commonpath(folders)))
+    out = Path(os.path.expanduser(args.out) or os.path.relpath(common_folder(folders)))
     there = next(x for x in (out, *out.absolute().parents) if x.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise Refused(f"out = {out}: allowed is a folder that can be written")
@@ -862,7 +882,8 @@ def choose_out(args, runs):
 def write_levels(out, mazes, env):
     """mazes.png: the first level of each maze."""
     first = [maze._replace(levels=jax.tree.map(lambda x: x[:1], maze.levels)) for maze in mazes]
-    captions = {"": [maze.name for maze in mazes], "best return": optimal_returns(first, env)}
+    names = [plain(maze.name) for maze in mazes]
+    captions = {"": names, "best return": optimal_returns(first, env)}
     figure = env.plot_levels({"": (stack(first, env)[0], captions)})
     write(out / "mazes.png", lambda file: figure.savefig(file, format="png"))
 
@@ -902,8 +923,8 @@ def evaluate(args):
     env = amaze
     if len(runs) > 0:
         env = runs[0].env
-    elif args.script != "":
-        env = import_script("", args.script).amaze
+    elif len(args.script) > 0:
+        env = import_script(Path(args.script[0])).amaze
     names, own, sampled = choose_mazes(args, env)
     args = replace(args, episodes=args.episodes or (20 if sampled else 100))
     films = args.gif.split(",") if args.gif != "" else []
@@ -912,6 +933,9 @@ def evaluate(args):
         raise Refused(f"gif = {', '.join(unknown)}: allowed are {', '.join(names)}")
     out = choose_out(args, runs)
     if args.play:
+        longest = max((maze.max_steps for maze in own), default=1)
+        if longest > LONGEST:
+            raise Refused(f"max_steps = {longest}: allowed with --play is at most {LONGEST}")
         mazes = own + draw_mazes(env.TEST_MAZES, replace(args, episodes=5), False, env)
         write(out / "play.html", lambda file: file.write(page(runs, mazes)))
         return refused
@@ -927,22 +951,23 @@ def evaluate(args):
 
 
 def main():
+    os.environ.pop("MPLBACKEND", None)  # a notebook's, which need not be installed here
     if "-h" in sys.argv or "--help" in sys.argv:
         print(__doc__)  # as it stands; tyro would reflow it
-    args = tyro.cli(Arguments, description="")
+    args = tyro.cli(Arguments, description="", config=(tyro.conf.UseAppendAction,))
     try:
-        script = import_script(SCRIPTS[0], "")
-        script.start_jax(script.Config())
+        dr.start_jax(dr.Config())
         refused = evaluate(args)
     except (Refused, OSError) as error:
         refused = [str(error)]
     for line in refused:
-        print(f"evaluate.py: error: {line}", file=sys.stderr)
+        print(f"evaluate.py: error: {printable(line)}", file=sys.stderr)
     sys.exit(2 if len(refused) > 0 else 0)
 
 
 if __name__ == "__main__":
-    main()
+    with redirect_stdout(dr.Speech(sys.stdout)), redirect_stderr(dr.Speech(sys.stderr)):
+        main()
 
 # What `uv run` installs
 # /// script

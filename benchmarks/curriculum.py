@@ -30,18 +30,19 @@ def read_buffer(path):
     """A checkpoint's Buffer [R, K, ...] and replay probabilities [R, K], as NumPy arrays."""
     if not path.exists():
         sys.exit(f"{path}: does not exist; runs have it with --archive-interval")
-    stored, update, rows, state = evaluate.read_run(path)
-    module = evaluate.import_script(stored.pop("script"), "")
+    stored, data = evaluate.read_config(path.parent), evaluate.read_checkpoint(path)
+    module = evaluate.import_script(evaluate.choose_script(stored.pop("script"), ()))
     if not hasattr(module, "replay_probabilities"):
         sys.exit(f"{path}: allowed is a run of plr.py or accel.py")
     stored.pop("track", None)
     config = module.Config(**stored)
     expected = jax.eval_shape(module.make_train(config).init, jax.random.key(0)).buffer
-    buffer = serialization.from_state_dict(expected, state["buffer"])
+    buffer = serialization.from_state_dict(expected, data["state"]["buffer"])
+    rows, cycle = data["rows"].values(), data["cycles"]
     strength = ([row.get(name, getattr(config, name)) for row in rows]  # may be swept
                 for name in ("temperature", "staleness_coef"))  # fmt: skip
     inputs = jax.tree.map(jnp.asarray, (buffer, *map(np.array, strength)))
-    probabilities = jax.vmap(lambda x, *strength: module.replay_probabilities(x, update, *strength))
+    probabilities = jax.vmap(lambda x, *strength: module.replay_probabilities(x, cycle, *strength))
     return jax.tree.map(np.asarray, (buffer, probabilities(*inputs)))
 
 

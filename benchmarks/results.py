@@ -28,12 +28,12 @@ import time
 from pathlib import Path
 
 import numpy as np
-from flax.serialization import msgpack_restore
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import evaluate as evaluation  # noqa: E402
+from dr import read_checkpoint  # noqa: E402
 
 S5 = "--rnn s5 --lr 1e-4 --ent-coef 1e-3"
 S5_PARALLEL = "--parallel --rnn s5 --lr 1e-4 --gae-lambda 0.98 --ent-coef 1e-3"
@@ -79,7 +79,7 @@ def done(folder):
     """Cycles of a run in its checkpoint, and whether they are all."""
     if not (folder / "checkpoint.msgpack").exists():
         return 0, False
-    cycles = int(msgpack_restore((folder / "checkpoint.msgpack").read_bytes())["cycles"])
+    cycles = read_checkpoint(folder / "checkpoint.msgpack")["cycles"]
     return cycles, cycles == json.loads((folder / "config.json").read_text())["num_updates"]
 
 

@@ -5,21 +5,25 @@ where the episode begins. The agent sees cart and pole, but not the physics. Eac
 max_steps. Solved is what CartPole-v1 calls so, 475 of 500 steps: a return of at least 0.95.
 
     pip install "gymnax>=1.0"
+    cp examples/cartpole.py .
     patch -o cartpole_plr.py plr.py examples/cartpole.diff    # also dr.py, accel.py, sfl.py
     python cartpole_plr.py --rnn gru --hidden-size 32 --lr 2e-3 --anneal-lr --num-minibatches 2 \\
         --num-updates 600 --buffer-size 512 --out runs/cartpole       # a minute or two of one core
-    python evaluate.py runs/cartpole --script cartpole_plr.py --gif Mast
-    python evaluate.py runs/cartpole --script cartpole_plr.py --suite sampled     # the worst 10%
+    python evaluate.py runs/cartpole --gif Mast
+    python evaluate.py runs/cartpole --suite sampled     # the worst 10%
 
-With accel.py also --num-edits 3. The score max_mc is made for a reward at the end, and takes levels
-that are solved here for half solved: positive_value_loss is another to try. gymnax starts JAX when
-it is imported: on a CPU, the environment variable JAX_NUM_CPU_DEVICES=4 makes four cores devices.
-Config's n_walls stays, and is not used.
+With --fast also --no-solvable-only, as all levels can be solved, and with accel.py --num-edits 3.
+The score max_mc is made for a reward at the end, and takes levels that are solved here for half
+solved: positive_value_loss is another to try. gymnax starts JAX when it is imported: on a CPU, the
+environment variable JAX_NUM_CPU_DEVICES=4 makes four cores devices. Config's n_walls stays, and is
+not used.
 
 `from_jaxued` makes what is asked of a module in place of amaze.py from an environment written for
 JaxUED (DramaCow/jaxued, 2403.13091), as CartPole below is. JaxUED's own maze, say:
 
     reset, step, step_and_reset = from_jaxued(jaxued.environments.Maze(), ndim=2)
+
+It needs params with `max_steps_in_episode`, and of jaxued 0.0.1 a JAX that still has jax.tree_map.
 """
 
 from functools import partial

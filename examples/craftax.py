@@ -6,10 +6,11 @@ episode counts as solved with a return of at least 6, of 22. It must end within 
 its level to be scored: so max_steps is 250, where Craftax has 10,000.
 
     pip install "craftax>=1.6"
+    cp examples/craftax.py craftax_levels.py    # craftax is the package's name
     patch -o craftax_accel.py accel.py examples/craftax.diff    # also dr.py, plr.py, sfl.py
     python craftax_accel.py --rnn gru --hidden-size 64 --lr 1e-3 --gamma 0.99 --ent-coef 0.01 \\
         --num-minibatches 4 --num-updates 1000 --buffer-size 500 --out runs/craftax
-    python evaluate.py runs/craftax --script craftax_accel.py --gif World1
+    python evaluate.py runs/craftax --gif World1
 
 The worlds of the test suite are those of the seeds 1 to 4. Craftax starts JAX when it is imported:
 on a CPU, the environment variable JAX_NUM_CPU_DEVICES=4 makes four cores devices. The first picture
@@ -71,7 +72,7 @@ def step_one(state, action):
 
 
 reset, step, step_and_reset = amaze.over_queues(reset_one, step_one, ndim=2)
-solved = lambda total: total >= 6
+solved = lambda total: total >= 6 - 0.01  # sums of 0.1 differ from theirs by rounding
 
 
 # --- levels

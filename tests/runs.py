@@ -13,8 +13,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from flax import serialization
 from forks import Server
+
+from dr import read_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = """--height 5 --width 5 --n-walls 6 --max-steps 12 --num-envs 8 --num-steps 16 --rnn none
@@ -102,7 +103,7 @@ def pool():
 
 
 def load(folder):
-    return serialization.msgpack_restore((folder / "checkpoint.msgpack").read_bytes())
+    return read_checkpoint(folder / "checkpoint.msgpack")
 
 
 def table(folder):

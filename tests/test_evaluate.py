@@ -1,6 +1,7 @@
 """evaluate.py against MiniGrid, breadth-first search, scipy, simulations, checkpoints that lie."""
 
 import csv
+import hashlib
 import json
 import os
 import pickle
@@ -512,7 +513,7 @@ def load(path, **settings):
 @pytest.mark.slow
 def test_agents_are_those_of_the_checkpoint(run):
     found = load(run)
-    data = serialization.msgpack_restore((run / "checkpoint.msgpack").read_bytes())
+    data = dr.read_checkpoint(run / "checkpoint.msgpack")
     assert found.agents == [{"seed": i, "agent": "student"} for i in (0, 1)]
     assert found.update == 2
     kernel = data["state"]["student"]["params"]["params"]["conv"]["kernel"]  # [rows, ...]
@@ -521,10 +522,10 @@ def test_agents_are_those_of_the_checkpoint(run):
 
 @pytest.mark.slow
 def test_an_agent_plays_its_average(run):
-    data = serialization.msgpack_restore((run / "checkpoint.msgpack").read_bytes())
+    data = dr.read_checkpoint(run / "checkpoint.msgpack")
     student = data["state"]["student"]
     student["average_params"] = jax.tree.map(lambda x: 2 * x, student["params"])
-    (run / "checkpoint_7.msgpack").write_bytes(serialization.msgpack_serialize(data))
+    dr.write_checkpoint(run / "checkpoint_7.msgpack", data)
     kernel = student["params"]["params"]["conv"]["kernel"]
     found = load(run / "checkpoint_7.msgpack").params
     assert np.array_equal(found["params"]["conv"]["kernel"], 2 * kernel)
@@ -535,10 +536,12 @@ def test_students_of_paired(tmp_path):
     init, rng = paired.make_train(paired.Config(**config)).init, np.random.default_rng(0)
     draw = lambda x: rng.normal(size=(2, *x.shape)).astype(x.dtype)  # [rows, S, ...]
     students = jax.tree.map(draw, jax.eval_shape(init, jax.random.key(0)).students)
-    data = {"cycles": 3, "rows": {"0": {"seed": 4, "lr": 0.1}, "1": {"seed": 5, "lr": 0.2}},
-            "state": {"students": serialization.to_state_dict(students)}}  # fmt: skip
+    config |= {"seed": 4, "sweep": ["lr=0.1,0.2"]}
+    data = {"cycles": 3, "rows": {"0": {"seed": 4, "lr": 0.1}, "1": {"seed": 4, "lr": 0.2}},
+            "state": {"students": serialization.to_state_dict(students)},
+            "config": {"script": "paired.py"}}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"script": "paired.py"} | config))
-    (tmp_path / "checkpoint.msgpack").write_bytes(serialization.msgpack_serialize(data))
+    dr.write_checkpoint(tmp_path / "checkpoint.msgpack", data)
     kernel = students.params["params"]["conv"]["kernel"]
     for agent, names in {"protagonist": ["protagonist"], "antagonist": ["antagonist"],
                          "all": ["protagonist", "antagonist"]}.items():  # fmt: skip
@@ -547,7 +550,7 @@ def test_students_of_paired(tmp_path):
         expected = np.concatenate([kernel[0, np.int32(chosen)], kernel[1, np.int32(chosen)]])
         assert np.array_equal(found.params["params"]["conv"]["kernel"], expected)
         assert found.agents == [{"seed": seed, "lr": lr, "agent": name}
-                                for seed, lr in ((4, 0.1), (5, 0.2)) for name in names]  # fmt: skip
+                                for seed, lr in ((4, 0.1), (4, 0.2)) for name in names]  # fmt: skip
     config |= {"regret": "population"}
     (tmp_path / "config.json").write_text(json.dumps({"script": "paired.py"} | config))
     assert [a["agent"] for a in load(tmp_path, agent="all").agents] == ["0", "1", "0", "1"]
@@ -630,8 +633,8 @@ def test_a_hacked_student_sees_what_it_was_trained_on(tmp_path, capsys, monkeypa
     shapes = {"action": (2, 8, 7), "reward": (2, 7)}  # of two seeds
     params = {name: rng.normal(size=x).astype(np.float32) for name, x in shapes.items()}
     data = {"cycles": 1, "rows": {"0": {"seed": 0}, "1": {"seed": 9}},
-            "state": {"student": {"params": params}}}  # fmt: skip
-    (run / "checkpoint.msgpack").write_bytes(serialization.msgpack_serialize(data))
+            "state": {"student": {"params": params}}, "config": {"script": "my_dr.py"}}  # fmt: skip
+    dr.write_checkpoint(run / "checkpoint.msgpack", data)
     options = "--mazes", "MiniMaze", "--episodes", "1", "--gif", "MiniMaze", "--script", mine
     status, _, errors = call(capsys, monkeypatch, run, *options)
     assert status == 0, errors
@@ -691,22 +694,45 @@ def edit(change):
     return lie
 
 
-def edit_state(change):
-    def bytes_to_bytes(data, mark):
-        data = serialization.msgpack_restore(data)
-        change(data["state"]["student"])
-        return serialization.msgpack_serialize(data)
+def edit_data(change):
+    """A lie with a checksum that is right: the checkpoint's dict is changed."""
 
-    return edit(bytes_to_bytes)
+    def lie(run, mark):
+        data = dr.read_checkpoint(run / "checkpoint.msgpack")
+        change(data)
+        dr.write_checkpoint(run / "checkpoint.msgpack", data)
 
-
-def forget_kernel(student):
-    del student["params"]["params"]["conv"]["kernel"]
+    return lie
 
 
-def fewer_rows(student):
-    conv = student["params"]["params"]["conv"]
+def forget_kernel(data):
+    del data["state"]["student"]["params"]["params"]["conv"]["kernel"]
+
+
+def fewer_rows(data):
+    conv = data["state"]["student"]["params"]["params"]["conv"]
     conv["bias"] = conv["bias"][:1]
+
+
+def flip_a_bit(data, mark):
+    """One bit."""
+    at = len(data) // 2
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def seal(body):
+    """What write_checkpoint makes of bytes."""
+    return dr.FORMAT + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
+def replace_by(make):
+    """A lie: the checkpoint is something else."""
+
+    def lie(run, mark):
+        (run / "checkpoint.msgpack").unlink()
+        make(run / "checkpoint.msgpack")
+
+    return lie
 
 
 LIES = {
@@ -714,12 +740,22 @@ LIES = {
     "script in the run's folder": (evil_script("evil.py"), "evil.py"),
     "script by its whole path": (evil_script("{run}/evil.py"), "evil.py"),
     "a false dr.py": (false_dr, "not of config.json"),
-    "a pickle": (edit(lambda data, mark: pickle.dumps(Payload(mark))), "truncated"),
+    "a pickle": (edit(lambda data, mark: pickle.dumps(Payload(mark))), "another format"),
     "half a checkpoint": (edit(lambda data, mark: data[: len(data) // 2]), "truncated"),
-    "an empty file": (edit(lambda data, mark: b""), "truncated"),
-    "another file": (edit(lambda data, mark: b"\x93\x01\x02\x03"), "truncated"),
-    "a missing parameter": (edit_state(forget_kernel), "other parts"),
-    "too few rows": (edit_state(fewer_rows), "conv/bias"),
+    "an empty file": (edit(lambda data, mark: b""), "another format"),
+    "another file": (edit(lambda data, mark: b"\x93\x01\x02\x03"), "another format"),
+    "a bit": (edit(flip_a_bit), "damaged"),
+    "no msgpack": (edit(lambda data, mark: seal(b"\xc1")), "holds no checkpoint"),
+    "a missing parameter": (edit_data(forget_kernel), "other parts"),
+    "too few rows": (edit_data(fewer_rows), "conv/bias"),
+    "another script's": (
+        edit_data(lambda data: data["config"].update(script="plr.py")),
+        "of 'plr.py'",
+    ),
+    "another seed": (edit_data(lambda data: data["rows"]["0"].update(seed=7)), "of other seeds"),
+    "no rows": (edit_data(lambda data: data.update(rows=3)), "does not say"),
+    "a device": (replace_by(lambda path: path.symlink_to("/dev/zero")), "no file"),
+    "a FIFO": (replace_by(os.mkfifo), "no file"),
     "another network": (lambda run, mark: change_config(run, hidden_size=16), "kernel"),
     "another core": (lambda run, mark: change_config(run, rnn="lstm"), "not of config.json"),
     "an unknown setting": (lambda run, mark: change_config(run, humour=1), "humour"),

@@ -347,7 +347,7 @@ def a_few_mazes(monkeypatch):
     monkeypatch.setattr(evaluate, "draw_mazes", some)
 
 
-read_run, draw_mazes = evaluate.read_run, evaluate.draw_mazes
+draw_mazes = evaluate.draw_mazes
 SIZE = "--height 5 --width 5 --n-walls 5 --num-envs 4 --num-steps 8 --num-updates 1".split()
 SMALL = [*SIZE, *"--hidden-size 8 --eval-interval 0 --log-interval 1 --seeds 2".split()]
 
@@ -410,15 +410,17 @@ def test_a_copy_that_plays_otherwise_is_refused(lie, trained, tmp_path, capsys, 
         assert old in text
         text = text.replace(old, new)
     (tmp_path / "my_dr.py").write_text(text)
-    config, _, rows, _ = read_run(trained[0])
-    copy = evaluate.import_script("my_dr.py", str(tmp_path / "my_dr.py"))
+    config = evaluate.read_config(trained[0])
+    data = evaluate.read_checkpoint(trained[0] / "checkpoint.msgpack")
+    copy = evaluate.import_script(tmp_path / "my_dr.py")
     fields = {k: x for k, x in config.items() if k not in ("script", "track")}
     init = jax.jit(copy.make_train(copy.Config(**fields)).init)
     state = jax.vmap(init)(jax.random.split(jax.random.key(0), 2))
     loud = jax.tree.map(lambda x: 3 * np.asarray(x), state.student.params)  # no chance of a tie
     config = config | {"script": "my_dr.py"}
-    lying = evaluate.Checkpoint(config, 1, rows, {"student": {"params": loud}})
-    monkeypatch.setattr(evaluate, "read_run", lambda path: lying)
+    lying = data | {"config": {"script": "my_dr.py"}, "state": {"student": {"params": loud}}}
+    monkeypatch.setattr(evaluate, "read_config", lambda folder: config)
+    monkeypatch.setattr(evaluate, "read_checkpoint", lambda path: lying)
     out = tmp_path / "out"
     options = "--script", tmp_path / "my_dr.py", "--out", out
     status, _, errors = call(capsys, monkeypatch, trained[0], *options)
@@ -441,10 +443,10 @@ def test_a_network_with_other_parts_is_refused(name, tmp_path):
 
 @pytest.mark.slow
 def test_what_float16_cannot_hold_is_refused(trained, tmp_path, capsys, monkeypatch):
-    stored = read_run(trained[0])
-    core = stored.state["student"]["params"]["params"]["core"]
+    stored = evaluate.read_checkpoint(trained[0] / "checkpoint.msgpack")
+    core = stored["state"]["student"]["params"]["params"]["core"]
     core["bias"] = np.where(np.arange(len(core["bias"][0])) == 3, np.float32(7e4), core["bias"])
-    monkeypatch.setattr(evaluate, "read_run", lambda path: stored)
+    monkeypatch.setattr(evaluate, "read_checkpoint", lambda path: stored)
     status, _, errors = call(capsys, monkeypatch, trained[0], "--out", tmp_path / "out")
     assert status == 2
     assert "not finite" in errors[0]

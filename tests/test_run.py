@@ -24,7 +24,6 @@ from runs import last_update, leaves, load, rewind, table
 sys.path.insert(0, str(ROOT))
 
 import dr
-import evaluate
 
 FIRST = "update grad_updates env_steps seed seconds".split()
 COLUMNS = """train_return train_solve_rate train_episode_length policy_loss value_loss total_loss
@@ -528,7 +527,6 @@ def test_where_programs_are_kept(monkeypatch, tmp_path, capsys, name):
     cpu = "processor\t: 0\nmodel name\t: {}\ncpu MHz\t\t: {}\nflags\t\t: {}\n\n"
     replaced = {"/proc/cpuinfo": info}
     monkeypatch.setattr(dr, "Path", lambda *x: replaced.get(x[0]) or Path(*x))
-    monkeypatch.setattr(evaluate, "import_script", lambda *_: dr)
     monkeypatch.setattr(module, {"dr": "run"}.get(name, name), lambda *_, **__: sys.exit())
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
