@@ -430,15 +430,37 @@ def level_outcomes(batch, advantage, max_return, copies, optimal_return):
     solve_rate = jnp.mean(amaze.solved(returns), axis=1, where=ended)
 
     length = sums(jnp.ones_like(batch.reward))
-    time_mean = lambda x: jnp.mean(sums(x) / length, axis=(0, 2), where=done)  # per episode first
+    to_best = jnp.repeat(max_return, done.shape[2]) - batch.value
+    losses = jnp.stack([to_best, jnp.maximum(advantage, 0), jnp.abs(advantage)])
+    time_mean = lambda sums: jnp.mean(sums / length, axis=(0, 2), where=done)  # per episode first
+    max_mc, positive_value_loss, l1_value_loss = map(time_mean, jax.vmap(sums)(losses))
     scores = {
-        "max_mc": time_mean(jnp.repeat(max_return, done.shape[2]) - batch.value),
-        "positive_value_loss": time_mean(jnp.maximum(advantage, 0)),
-        "l1_value_loss": time_mean(jnp.abs(advantage)),
+        "max_mc": max_mc,
+        "positive_value_loss": positive_value_loss,
+        "l1_value_loss": l1_value_loss,
         "learnability": solve_rate * (1 - solve_rate),
         "oracle_regret": optimal_return - mean_return,
     }
     return done.sum((0, 2)), mean_return, max_return, scores
+
+
+def rank_correlation(x, y):
+    """Spearman's of what is known of both [N]; NaN where one of them is constant. The sum of signs
+    is twice the rank, less its mean; equal ones share their mean rank."""
+    known = ~jnp.isnan(x + y)
+    centre = lambda x: jnp.nansum(jnp.sign(x[:, None] - x), axis=1, where=known & known[:, None])
+    x, y = centre(x), centre(y)
+    return (x * y).sum() / jnp.sqrt((x**2).sum() * (y**2).sum())
+
+
+def regret_stats(scores, max_return):
+    """Of N levels: how well each score ranks them as the true regret does, and the share of it in
+    levels that were never solved."""
+    regret = scores["oracle_regret"]
+    others = {name: x for name, x in scores.items() if name != "oracle_regret"}
+    stats = {f"rank_correlation_{k}": rank_correlation(x, regret) for k, x in others.items()}
+    unsolved = jnp.where(amaze.solved(max_return), 0.0, regret)
+    return stats | {"never_solved_regret_share": jnp.nansum(unsolved) / jnp.nansum(regret)}
 
 
 def make_train(config, devices=1):
@@ -674,7 +696,7 @@ def make_train(config, devices=1):
         return jax.vmap(child)(rngs, levels), mutations + 1, origin
 
     def score(state, levels, mutations, origin, batch, last_value):
-        """What the batch says of the levels [N]: entries for the buffer, their slots."""
+        """What the batch says of the levels [N]: entries for the buffer, slots, every score."""
         stats = level_stats(levels)
         code = jax.vmap(amaze.level_code)(levels)
         slot = find(state.buffer, code)
@@ -688,7 +710,7 @@ def make_train(config, devices=1):
             level=levels, code=code, scored=episodes > 0, score=scores[config.score],
             max_return=max_return, mean_return=mean_return, stats=stats, mutations=mutations,
             origin=origin, touched=jnp.full(len(code), state.cycles))  # fmt: skip
-        return entries, slot
+        return entries, slot, scores
 
     def child_stats(buffer, entries, slot, where=1.0):
         """Of children; inserted: of these the new ones that the buffer holds after writing."""
@@ -702,7 +724,7 @@ def make_train(config, devices=1):
         children = edit(rng_edit, *parents)
         queue = jax.tree.map(lambda x: x[:, None], children[0])
         played = rollout(rng_rollout, state.student.params, queue)
-        entries, slot = score(state, *children, *played)
+        entries, slot, _ = score(state, *children, *played)
         buffer = write_buffer(state.buffer, entries, slot, state.cycles, *prioritisation)
         return state.replace(buffer=buffer), child_stats(buffer, entries, slot)
 
@@ -752,7 +774,7 @@ def make_train(config, devices=1):
         batch, last_value = rollout(rng_rollout, state.student.params, queue)
 
         # 3. SCORE
-        entries, slot = score(state, levels, mutations, origin, batch, last_value)
+        entries, slot, scores = score(state, levels, mutations, origin, batch, last_value)
 
         # 4. WRITE THE BUFFER
         buffer = write_buffer(state.buffer, entries, slot, state.cycles, *prioritisation)
@@ -779,6 +801,8 @@ def make_train(config, devices=1):
         metrics |= {"grad_updates": grad_updates, "rollouts": rollouts, "current_lr": lr}
         episode = first_episodes(batch.reward, batch.done)
         metrics |= {f"train_{name}": x for name, x in episode_stats(*episode).items()}
+        if "optimal_return" in entries.stats:
+            metrics |= regret_stats(scores, entries.max_return)
         for name, where in {"fresh": ~(replayed | is_child), "replay": replayed}.items():
             stats = means(entries.stats, where)
             stats |= episode_stats(*episode, jnp.repeat(where, config.num_evals))

@@ -3,7 +3,8 @@
 Protagonist Antagonist Induced Regret Environment Design (Dennis 2020, 2012.02096). The teacher is a
 PPO agent too: it places walls, goal and agent on an empty grid, and its one reward is the regret of
 the finished design. --regret population plays n students (2311.12716); --regret minimax rewards the
-teacher for low returns; published with one student: --regret minimax --num-students 1.
+teacher for low returns; published with one student: --regret minimax --num-students 1. With
+--regret oracle --num-students 1 the solver is the antagonist: its return is the best there is.
 
     initialise the teacher and the students
     for each cycle:
@@ -86,9 +87,9 @@ class Config:
     hidden_size: int = 256  # H, units of the core
     s5_layers: int = 2  # S5 layers, of the teacher too
     s5_norm: Literal["after", "before", "none"] = "after"  # place of LayerNorm in an S5 layer
-    num_students: int = 2  # S; 0 is the protagonist; published for regret minimax: 1, set it
+    num_students: int = 2  # S; 0 is the protagonist; for regret minimax and oracle: 1, set it
     # teacher
-    regret: Literal["paired", "population", "minimax"] = "paired"  # its reward, logged as regret
+    regret: Literal["paired", "population", "minimax", "oracle"] = "paired"  # its reward, logged
     teacher_rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # its recurrent core
     teacher_lr: float = 1e-4  # its learning rate
     teacher_gamma: float = 0.995  # its discount
@@ -369,8 +370,10 @@ def level_returns(returns, done, num_evals):
     return mean.sum(1) / jnp.maximum(ended.sum(1), 1), best
 
 
-def regret(kind, mean, best):
+def regret(kind, mean, best, optimal_return):
     """The teacher's reward [N] from every student's mean and best return on each level [S, N]."""
+    if kind == "oracle":  # the antagonist is the best there is; 0 where the goal is out of reach
+        return optimal_return - mean[0]
     if kind == "paired":  # student 0 is the protagonist, student 1 the antagonist
         return jnp.maximum(best[1] - mean[0], 0.0)
     return best.max(0) - mean.mean(0) if kind == "population" else -mean.mean(0)
@@ -390,6 +393,8 @@ def make_train(config, devices=1):
         demand(config.num_students == 2, config, "num_students regret", "2")
     if config.regret == "population":
         demand(config.num_students >= 2, config, "num_students regret", "2 or more")
+    if config.regret == "oracle":
+        demand(config.num_students == 1, config, "num_students regret", "1")
     horizon = config.bptt_horizon or config.num_steps
     deals = config.num_steps % horizon == 0
     demand(deals, config, "bptt_horizon num_steps", "a divisor of num_steps")
@@ -413,7 +418,11 @@ def make_train(config, devices=1):
             params = model.init(rng, model.core.initial_carry(1), obs, jnp.zeros((1, 1), bool))
             return Agent(params, optimiser(0.0).init(params))  # whatever the learning rate
 
-        obs = reset(amaze.sample_level(rng, **grid))[0]
+        level = amaze.sample_level(rng, **grid)
+        stats = amaze.level_stats(level, config.max_steps)
+        has_regret = config.regret != "oracle" or "optimal_return" in stats
+        demand(has_regret, config, "regret", "another: the environment knows no optimal return")
+        obs = reset(level)[0]
         rngs = jax.random.split(rng_student, config.num_students)
         students = jax.vmap(lambda rng: new_agent(rng, network, obs))(rngs)
         average_params = students.params if config.polyak_averaging else None
@@ -625,7 +634,9 @@ def make_train(config, devices=1):
         returns = jax.vmap(episode_sums)(batch.reward, batch.done)
         of_levels = jax.vmap(partial(level_returns, num_evals=config.num_evals))
         mean, best = of_levels(returns, batch.done)  # [S, N]
-        reward = regret(config.regret, mean, best)
+        stats = level_stats(levels)
+        optimum = stats.get("optimal_return", jnp.nan)  # which has no oracle regret
+        reward = regret(config.regret, mean, best, optimum)
         designs = designs._replace(reward=designs.reward.at[-1].set(reward))
 
         # 4. THE STUDENTS LEARN
@@ -657,7 +668,7 @@ def make_train(config, devices=1):
         # the command line needs these two: a student's PPO updates, rollouts of N * E * T steps
         rollouts = cycles * config.num_students
         metrics |= {"grad_updates": cycles, "rollouts": rollouts, "current_lr": lr}
-        metrics |= {k: jnp.nanmean(x) for k, x in level_stats(levels).items()}
+        metrics |= {k: jnp.nanmean(x) for k, x in stats.items()}
         return state.replace(cycles=cycles, students=students, teacher=teacher), metrics
 
     def update(state, cycles):

@@ -426,15 +426,37 @@ def level_outcomes(batch, advantage, max_return, copies, optimal_return):
     solve_rate = jnp.mean(amaze.solved(returns), axis=1, where=ended)
 
     length = sums(jnp.ones_like(batch.reward))
-    time_mean = lambda x: jnp.mean(sums(x) / length, axis=(0, 2), where=done)  # per episode first
+    to_best = jnp.repeat(max_return, done.shape[2]) - batch.value
+    losses = jnp.stack([to_best, jnp.maximum(advantage, 0), jnp.abs(advantage)])
+    time_mean = lambda sums: jnp.mean(sums / length, axis=(0, 2), where=done)  # per episode first
+    max_mc, positive_value_loss, l1_value_loss = map(time_mean, jax.vmap(sums)(losses))
     scores = {
-        "max_mc": time_mean(jnp.repeat(max_return, done.shape[2]) - batch.value),
-        "positive_value_loss": time_mean(jnp.maximum(advantage, 0)),
-        "l1_value_loss": time_mean(jnp.abs(advantage)),
+        "max_mc": max_mc,
+        "positive_value_loss": positive_value_loss,
+        "l1_value_loss": l1_value_loss,
         "learnability": solve_rate * (1 - solve_rate),
         "oracle_regret": optimal_return - mean_return,
     }
     return done.sum((0, 2)), mean_return, max_return, scores
+
+
+def rank_correlation(x, y):
+    """Spearman's of what is known of both [N]; NaN where one of them is constant. The sum of signs
+    is twice the rank, less its mean; equal ones share their mean rank."""
+    known = ~jnp.isnan(x + y)
+    centre = lambda x: jnp.nansum(jnp.sign(x[:, None] - x), axis=1, where=known & known[:, None])
+    x, y = centre(x), centre(y)
+    return (x * y).sum() / jnp.sqrt((x**2).sum() * (y**2).sum())
+
+
+def regret_stats(scores, max_return):
+    """Of N levels: how well each score ranks them as the true regret does, and the share of it in
+    levels that were never solved."""
+    regret = scores["oracle_regret"]
+    others = {name: x for name, x in scores.items() if name != "oracle_regret"}
+    stats = {f"rank_correlation_{k}": rank_correlation(x, regret) for k, x in others.items()}
+    unsolved = jnp.where(amaze.solved(max_return), 0.0, regret)
+    return stats | {"never_solved_regret_share": jnp.nansum(unsolved) / jnp.nansum(regret)}
 
 
 def make_train(config, devices=1):
@@ -657,7 +679,7 @@ def make_train(config, devices=1):
         return jax.tree.map(choose, drawn, sample_fresh(rng, state))
 
     def score(state, levels, mutations, batch, last_value):
-        """What the batch says of the levels [N]: entries for the buffer, their slots."""
+        """What the batch says of the levels [N]: entries for the buffer, slots, every score."""
         stats = level_stats(levels)
         code = jax.vmap(amaze.level_code)(levels)
         slot = find(state.buffer, code)
@@ -671,7 +693,7 @@ def make_train(config, devices=1):
             level=levels, code=code, scored=episodes > 0, score=scores[config.score],
             max_return=max_return, mean_return=mean_return, stats=stats, mutations=mutations,
             touched=jnp.full(len(code), state.cycles))  # fmt: skip
-        return entries, slot
+        return entries, slot, scores
 
     def buffer_stats(buffer, now):
         """Means over the taken slots, and means weighted by P."""
@@ -714,7 +736,7 @@ def make_train(config, devices=1):
         batch, last_value = rollout(rng_rollout, state.student.params, queue)
 
         # 3. SCORE
-        entries, slot = score(state, levels, mutations, batch, last_value)
+        entries, slot, scores = score(state, levels, mutations, batch, last_value)
 
         # 4. WRITE THE BUFFER
         buffer = write_buffer(state.buffer, entries, slot, state.cycles, *prioritisation)
@@ -732,6 +754,8 @@ def make_train(config, devices=1):
         metrics |= {"grad_updates": grad_updates, "rollouts": cycles * blocks, "current_lr": lr}
         episode = first_episodes(batch.reward, batch.done)
         metrics |= {f"train_{name}": x for name, x in episode_stats(*episode).items()}
+        if "optimal_return" in entries.stats:
+            metrics |= regret_stats(scores, entries.max_return)
         for name, where in {"fresh": ~replayed, "replay": replayed}.items():
             stats = means(entries.stats, where)
             stats |= episode_stats(*episode, jnp.repeat(where, config.num_evals))

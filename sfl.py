@@ -15,6 +15,7 @@ what it then learns from is theirs, the rest random.
 
 Differs from dr.py in the buffer, `score_candidates`, phase 1 of the cycle, restarting one level,
 what is logged and, as its authors have them, the defaults of PPO. (They draw p (1 - p) = 0 too.)
+With --score oracle_regret the true regret takes the place of p (1 - p).
 
 Run        python sfl.py --fast        python sfl.py --seeds 8
 From code  run(replace(FAST, seeds=8))    jax.jit(jax.vmap(make_train(Config())))(rngs)
@@ -95,6 +96,7 @@ class Config:
     max_steps: int = 250  # time limit; above num_steps no failure ends: train_solve_rate is 1
     see_through_walls: bool = True  # False: MiniGrid's occlusion
     # learnability
+    score: Literal["learnability", "oracle_regret"] = "learnability"  # of what the best are kept
     score_interval: int = 100  # cycles between choices of a new buffer
     num_candidates: int = 25_000  # levels played for a choice
     candidate_evals: int = 10  # episodes on each of them
@@ -149,10 +151,11 @@ class Agent(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """K levels, the most learnable first."""
+    """K levels, the best of the candidates, the best first."""
 
     level: NamedTuple  # [K, ...]
-    solve_rate: jax.Array  # [K] p, when they were chosen
+    score: jax.Array  # [K] p (1 - p) or regret, when they were chosen
+    solve_rate: jax.Array  # [K] p, likewise
 
 
 class RunnerState(struct.PyTreeNode):
@@ -342,8 +345,8 @@ def means(stats, weight=1.0):
 
 
 def learnability(solve_rate, evals):
-    """p (1 - p) (2408.15099) times evals^2 -> [K], whole: p and 1 - p are equal."""
-    return jnp.round(solve_rate * (1 - solve_rate) * evals**2)
+    """p (1 - p) (2408.15099) -> [K], rounded so that p and 1 - p are equal."""
+    return jnp.round(solve_rate * (1 - solve_rate) * evals**2) / evals**2
 
 
 def check_candidates(config, at_once, batch_steps):
@@ -386,13 +389,17 @@ def make_train(config, devices=1):
 
     def init(rng):
         rng, rng_student = jax.random.split(rng)
-        obs = jax.tree.map(lambda x: x[None, None], reset(sample_levels(rng))[0])
+        level = sample_levels(rng)
+        stats = amaze.level_stats(level, config.max_steps)
+        has_score = config.score != "oracle_regret" or "optimal_return" in stats
+        demand(has_score, config, "score", "another: the environment knows no optimal return")
+        obs = jax.tree.map(lambda x: x[None, None], reset(level)[0])
         params = network.init(rng_student, core.initial_carry(1), obs, jnp.zeros((1, 1), bool))
         student = Agent(params, optimiser(0.0).init(params))  # whatever the learning rate
         student = student._replace(average_params=params if config.polyak_averaging else None)
-        empty = lambda x: jnp.zeros((config.buffer_size, *x.shape), x.dtype)
-        slot, zero = Buffer(sample_levels(rng), jnp.zeros(())), jnp.zeros((), int)
-        return RunnerState(rng, zero, zero, zero, student, jax.tree.map(empty, slot))
+        free = lambda x: jnp.zeros((config.buffer_size, *jnp.shape(x)), jnp.result_type(x))
+        buffer, zero = jax.tree.map(free, Buffer(level, 0.0, 0.0)), jnp.zeros((), int)
+        return RunnerState(rng, zero, zero, zero, student, buffer)
 
     # On several devices each plays its part of the trajectories, and learns from its part of a
     # minibatch; all else (levels, keys, scores, statistics) they all hold and compute alike.
@@ -559,7 +566,8 @@ def make_train(config, devices=1):
 
     def play_queues(rng, params, queues):
         """candidate_evals episodes on each level of the queues [B, Q], one level after the other,
-        in candidate_steps at most -> solved [B, Q], whether played so often [B, Q], steps [B].
+        in candidate_steps at most -> solved, sum of returns, whether played so often [B, Q],
+        steps [B].
 
         Short episodes make room; played all side by side, most would wait for those that fail."""
         (B, Q), E = jax.tree.leaves(queues)[0].shape[:2], config.candidate_evals
@@ -567,15 +575,16 @@ def make_train(config, devices=1):
         queues = jax.tree.map(lambda x: jnp.repeat(x[lanes], E, axis=1), queues)
         (obs, state), number, slots = jax.vmap(reset)(queues), len(lanes), jnp.arange(Q)
 
-        def play_step(t, memory, obs, state, is_first, returns, episode, solved, steps):
+        def play_step(t, memory, obs, state, is_first, returns, episode, solved, earned, steps):
             noise = jax.random.gumbel(jax.random.fold_in(rng, t), (B, amaze.NUM_ACTIONS))[lanes]
             memory, action, _, _ = act(params, memory, obs, is_first, noise)
             obs, state, reward, done = jax.vmap(partial(step, restart=True))(state, action)
             returns, playing = returns + reward, episode < Q * E
-            won = (done & playing & amaze.solved(returns))[:, None]
-            solved = solved + (won & (episode[:, None] // E == slots))
+            ended = (done & playing)[:, None] & (episode[:, None] // E == slots)
+            solved = solved + (ended & amaze.solved(returns)[:, None])
+            earned = earned + jnp.where(ended, returns[:, None], 0.0)
             returns, episode = jnp.where(done, 0.0, returns), episode + (done & playing)
-            counts = dict(episode=episode, solved=solved, steps=steps + playing)
+            counts = dict(episode=episode, solved=solved, earned=earned, steps=steps + playing)
             carry = dict(t=t + 1, memory=memory, obs=obs, state=state, is_first=done)
             return carry | counts | dict(returns=returns)
 
@@ -583,38 +592,41 @@ def make_train(config, devices=1):
             in_time = carry["t"] < config.candidate_steps if config.candidate_steps else True
             return (carry["episode"] < Q * E).any() & in_time
 
-        zero = jnp.zeros(number, int)
-        counts = dict(episode=zero, solved=jnp.zeros((number, Q), int), steps=zero)
+        zero, zeros = jnp.zeros(number, int), jnp.zeros((number, Q))
+        counts = dict(episode=zero, solved=zeros.astype(int), earned=zeros, steps=zero)
         carry = dict(t=0, memory=core.initial_carry(number), obs=obs, state=state)
         carry |= counts | dict(returns=jnp.zeros(number), is_first=jnp.ones(number, bool))
         carry = jax.lax.while_loop(unfinished, lambda carry: play_step(**carry), carry)
-        episode, solved, steps = carry["episode"], carry["solved"], carry["steps"]
-        played = solved, slots < episode[:, None] // E, steps
-        return jax.tree.map(lambda x: x[:B], whole(played, axis=0))
+        played = slots < carry["episode"][:, None] // E
+        found = carry["solved"], carry["earned"], played, carry["steps"]
+        return jax.tree.map(lambda x: x[:B], whole(found, axis=0))
 
     def score_candidates(rng, state):
-        """A new buffer; of the candidates that were solved sometimes: share, means."""
+        """A new buffer; of the candidates with a score above 0: share, means."""
         rng_levels, rng_play = jax.random.split(rng)
         levels = sample_levels(rng_levels, at_once, config.num_candidates // at_once)
-        solved, played, steps = play_queues(rng_play, state.student.params, levels)
-        solve_rate = jnp.where(played, solved / config.candidate_evals, 0.0)
+        solved, earned, played, steps = play_queues(rng_play, state.student.params, levels)
         flat = lambda x: x.reshape(-1, *x.shape[2:])
-        candidates, played = jax.tree.map(flat, (Buffer(levels, solve_rate), played))
-        scores = learnability(candidates.solve_rate, config.candidate_evals)
+        levels, solved, earned, played = jax.tree.map(flat, (levels, solved, earned, played))
+        solve_rate = jnp.where(played, solved / config.candidate_evals, 0.0)
+        stats, scores = level_stats(levels), learnability(solve_rate, config.candidate_evals)
+        if config.score == "oracle_regret":  # 0 of the unsolvable
+            regret = stats["optimal_return"] - earned / config.candidate_evals
+            scores = jnp.where(played, regret, 0.0)
         best = jax.lax.top_k(scores, config.buffer_size)[1]
-        buffer = jax.tree.map(lambda x: x[best], candidates)
+        buffer = jax.tree.map(lambda x: x[best], Buffer(levels, scores, solve_rate))
 
-        stats = means(level_stats(candidates.level), scores > 0)
+        stats = means(stats, scores > 0)
         stats = {f"learnable_{k}": x for k, x in stats.items()}
         rollouts, rest = jnp.divmod(steps.sum() + state.more_steps, batch_steps)
         state = state.replace(buffer=buffer, rollouts=state.rollouts + rollouts, more_steps=rest)
         return state, stats | {"learnable_share": jnp.mean(scores > 0, where=played)}
 
     def choose_levels(rng, buffer):
-        """N levels, and which are of the buffer: half, drawn uniformly from the slots that are
-        learnable, which come first, or none if none is. The others are random."""
+        """N levels, and which are of the buffer: half, drawn uniformly from the slots of a score
+        above 0, which come first, or none if none has. The others are random."""
         rng_slot, rng_random = jax.random.split(rng)
-        number = (learnability(buffer.solve_rate, config.candidate_evals) > 0).sum()
+        number = (buffer.score > 0).sum()
         slot = jax.random.randint(rng_slot, (config.num_envs,), 0, jnp.maximum(number, 1))
         of_buffer = (jnp.arange(config.num_envs) < half) & (number > 0)
         drawn = jax.tree.map(lambda x: x[slot], buffer.level)
@@ -651,8 +663,9 @@ def make_train(config, devices=1):
             stats |= episode_stats(*episode, jnp.repeat(where, config.num_evals))
             metrics |= {f"{name}_{key}": x for key, x in stats.items()}
         evals = config.candidate_evals
-        x = learnability(state.buffer.solve_rate, evals) / evals**2  # that chose them: too high
+        x = learnability(state.buffer.solve_rate, evals)  # that chose them: too high
         metrics |= {"buffer_learnability": x.mean(), "buffer_learnability_min": x.min()}
+        metrics["buffer_score"] = state.buffer.score.mean()
         metrics["buffer_learnable_share"] = jnp.mean(x > 0)
         if config.eval_interval:
             due = (cycles % config.eval_interval == 0) | (cycles == config.num_updates)

@@ -154,9 +154,12 @@ def scores(folder, suite="dcd"):
 
 
 def compare(folders):
-    """Markdown: a line for each maze, mean solve rates over seeds beside the published ones."""
-    yield f"| maze | {' | '.join(folders)} | published: accel | plr | dr |"
-    yield "|" + "---|" * (len(folders) + 4)
+    """Markdown: a line for each maze, mean solve rates over seeds beside those of what does not
+    learn, of baselines.py, and the published ones."""
+    unlearned = {row["maze"]: row for row in read(HERE / "results" / "baselines.csv")}
+    players = [name for name in unlearned["mean"] if name not in ("suite", "maze")]
+    yield f"| maze | {' | '.join([*folders, *players])} | published: accel | plr | dr |"
+    yield "|" + "---|" * (len(folders) + len(players) + 4)
     for suite in SUITES:
         known = {
             name: folder for name, folder in folders.items() if (folder / f"{suite}.csv").exists()
@@ -165,6 +168,7 @@ def compare(folders):
         for i, maze in enumerate(next(iter(tables.values()))[1]):
             means = {name: f"{table[:, i].mean():.2f}" for name, (table, _) in tables.items()}
             rates = [means.get(name, "") for name in folders]
+            rates += [f"{float(unlearned[maze][player]):.2f}" for player in players]
             published = [f"{x:.2f}" for x in PUBLISHED.get(maze, ())] or [""] * 3
             yield f"| {maze} | {' | '.join(rates + published)} |"
 

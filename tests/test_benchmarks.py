@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "benchmarks" / "figures"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import baselines  # noqa: E402
+import evaluate  # noqa: E402
 import kernels  # noqa: E402
 
 
@@ -167,3 +169,64 @@ def test_kernels_are_counted_loop_by_loop():
     assert nodes == [1 + 5 * 2 + 1, 1 + 5 * 3 + 1, 1 + 5 * 62 + 1]
     assert update.total(lambda x: x.graphs, 0) == 5
     assert update.until() == 1
+
+
+AHEAD = (1, 0), (0, 1), (-1, 0), (0, -1)  # of the directions
+
+
+def follow_the_wall(level, max_steps, turn):
+    """By the map, in plain Python: the number of actions to the goal, 0 if there are too many.
+    turn: 1 the right hand, -1 the left."""
+    walls, (x, y), d, goal = level
+    height, width = walls.shape
+    free = {(x, y) for y in range(height) for x in range(width) if not walls[y, x]}
+    goal, d, held = tuple(goal.tolist()), int(d), False
+    for t in range(1, max_steps + 1):
+        near = {k: (x + AHEAD[(d + k) % 4][0], y + AHEAD[(d + k) % 4][1]) for k in (0, turn, -turn)}
+        beside = near[turn] not in free
+        if near[0] == goal:
+            return t
+        if goal in near.values():
+            d += next(k for k, cell in near.items() if cell == goal)
+        elif held and not beside:
+            d += turn
+        elif near[0] not in free:
+            d -= turn
+        else:
+            x, y = near[0]
+        held = beside
+    return 0
+
+
+def test_a_hand_on_the_wall_walks_as_by_the_map():
+    """It sees what is beside it, also where walls hide what is behind them."""
+    names = "FourRooms", "SimpleCrossing", "Rings", "Comb", "SmallCorridor", "Sampled"
+    args = evaluate.Arguments(episodes=12)
+    mazes, rng = evaluate.draw_mazes(names, args), jax.random.key(0)[None]
+    lengths, unsolved = [], 0
+    for name, turn in {"right hand": 1, "left hand": -1}.items():
+        returns, steps = evaluate.play(baselines.BASELINES[name], (), rng, mazes, 12)
+        for maze, r, n in zip(mazes, returns[0], steps[0]):
+            levels = list(zip(*map(np.asarray, maze.levels)))
+            for i in range(12):
+                expected = follow_the_wall(levels[i % len(levels)], maze.max_steps, turn)
+                assert n[i] == (expected or maze.max_steps), maze.name
+                assert (r[i] > 0) == (expected > 0)
+                unsolved += expected == 0
+                lengths.append(expected)
+    assert len({*lengths}) > 40
+    assert 20 < unsolved < len(lengths) / 2
+
+
+def test_the_means_of_the_baselines_are_of_their_mazes():
+    with open(ROOT / "benchmarks" / "results" / "baselines.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    for suite, names in amaze.SUITES.items():
+        rows = {row["maze"]: row for row in table if row["suite"] == suite}
+        if suite == "sampled":
+            assert list(rows) == ["mean", *evaluate.WORST]
+            continue
+        assert list(rows) == [*names, "mean"]
+        for player in baselines.BASELINES:
+            rates = [float(rows[name][player]) for name in names]
+            assert float(rows["mean"][player]) == pytest.approx(np.mean(rates), abs=1e-3)

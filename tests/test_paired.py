@@ -5,11 +5,13 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_amaze
 from parts import part
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,8 +127,11 @@ def test_regret_by_hand():
     assert (mean[:, 3] == 0).all()
     assert (best[:, 3] == 0).all()
 
+    best_there_is = np.float32([0.9, 0.5, 0.0, 0.7, 0.0])
+    oracle = paired.regret("oracle", *(x[:1] for x in scores), best_there_is)
+    np.testing.assert_allclose(oracle, best_there_is - mean[0], atol=1e-6)
     pair, everyone, alone = (
-        np.asarray(paired.regret(kind, *(x[:n] for x in scores)))
+        np.asarray(paired.regret(kind, *(x[:n] for x in scores), np.nan))
         for kind, n in [("paired", 2), ("population", 3), ("minimax", 1)]
     )
     clipped = 0
@@ -162,7 +167,7 @@ def test_regret_is_that_of_a_student_of_known_solve_rate(copies):
     for rate, length in ((0.35, 100), (0.5, 10), (0.9, 20)):
         played = [simulate(rng, x, length, levels, copies) for x in (rate, 1.0)]
         mean, best = (jnp.stack(x) for x in zip(*(scores(*x) for x in played)))
-        regrets, solved = np.array(paired.regret("paired", mean, best)), 1 - 0.9 * length / 250
+        regrets, solved = np.array(paired.regret("paired", mean, best, 0.0)), 1 - 0.9 * length / 250
         error = 4 * (rate * (1 - rate) / levels / copies) ** 0.5
         assert abs(regrets.mean() - (1 - rate) * solved) < error, (rate, length)
         reward, done = (x.reshape(256, levels, copies).sum((0, 2)) for x in played[0])
@@ -195,6 +200,38 @@ def test_regret_of_a_cycle_rewards_the_last_step():
     assert done[-1].all()
     assert not done[:-1].any()
     assert metrics["regret"] == pytest.approx(expected.mean(), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_the_oracle_pays_the_optimal_return_less_the_protagonists():
+    """By networkx and plain loops, of designs some of which cannot be solved; one student."""
+    config = replace(SMALL, regret="oracle", num_students=1, n_walls=6)
+    seen, real = [], paired.gae
+
+    def gae(batch, *args):
+        jax.debug.callback(
+            lambda *x: seen.append(jax.tree.map(np.array, x)), batch.reward, batch.done
+        )
+        return real(batch, *args)
+
+    state = jax.jit(make_train(config).init)(jax.random.key(0))
+    levels = host(jax.jit(make_train(config).show)(state)["the teacher's designs"][0])
+    with patch.object(paired, "gae", gae):
+        state, metrics = jax.jit(lambda state: make_train(config).update(state, 1))(state)
+    jax.effects_barrier()
+    [(reward, done)] = [x for x in seen if len(x[0]) == config.num_steps]
+    [(paid, _)] = [x for x in seen if len(x[0]) == config.n_walls + 2]
+    mean, _ = level_scores(reward, done, config.num_evals)
+    paths = [test_amaze.oracle(amaze.Level(*level)) for level in zip(*levels)]
+    lengths = [np.inf if path is None else len(path[1]) for path in paths]
+    best = [1 - 0.9 * n / config.max_steps if n <= config.max_steps else 0 for n in lengths]
+    assert 0 < np.count_nonzero(best) < config.num_envs
+    assert mean.any()
+    np.testing.assert_allclose(paid[-1], best - mean, atol=1e-6)
+    assert (paid[:-1] == 0).all()
+    assert metrics["regret"][0] == pytest.approx(np.mean(best - mean), abs=1e-6)
+    assert {len(x) for x in jax.tree.leaves(state.students.params)} == {1}
+    assert not {name for name in metrics if "antagonist" in name or "student" in name}
 
 
 @pytest.mark.slow
@@ -412,8 +449,9 @@ def test_modes_run(mode, students, prefixes, cores):
     (dict(num_students=3), "num_students = 3, regret = 'paired': allowed is 2"),
     (dict(regret="population", num_students=1),
      "num_students = 1, regret = 'population': allowed is 2 or more"),
+    (dict(regret="oracle"), "num_students = 2, regret = 'oracle': allowed is 1"),
     (dict(regret="minimax", num_students=0), "num_students = 0: allowed is at least 1"),
-    (dict(regret="flexible"), "paired | population | minimax"),
+    (dict(regret="flexible"), "paired | population | minimax | oracle"),
     (dict(num_minibatches=16), "num_minibatches = 16, num_envs = 8: allowed is a divisor"),
     (dict(n_walls=11), "n_walls = 11, height = 3, width = 4: allowed is at most 10"),
     (dict(teacher_gamma=1.5), "teacher_gamma = 1.5: allowed is from 0 to 1"),
@@ -426,6 +464,18 @@ def test_bad_combinations(changes, words):
         make_train(replace(SMALL, **changes))
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_an_oracle_needs_an_optimal_return(monkeypatch):
+    known = amaze.level_stats
+    unknown = lambda *x: {k: v for k, v in known(*x).items() if k != "optimal_return"}
+    monkeypatch.setattr(amaze, "level_stats", unknown)
+    train = make_train(replace(SMALL, regret="oracle", num_students=1))
+    with pytest.raises(
+        paired.BadConfig, match="^regret = 'oracle': allowed is another: .* no optimal return"
+    ):
+        jax.eval_shape(train.init, jax.random.key(0))
+    jax.eval_shape(make_train(SMALL), jax.random.key(0))
 
 
 def test_published_teacher():

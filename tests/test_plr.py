@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from parts import part
+from scipy.stats import spearmanr
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -611,7 +612,7 @@ def slot_of_a_level_drawn_twice(module):
 
     def write():
         score = part(train, "score")
-        entries, slot = score(state, level, *descent, batch, jnp.zeros(2))
+        entries, slot, _ = score(state, level, *descent, batch, jnp.zeros(2))
         return module.write_buffer(state.buffer, entries, slot, 1, 0.3, 0.3)
 
     after = contents(jax.jit(write)())
@@ -678,6 +679,45 @@ def test_levels_are_written_with_the_score_that_was_chosen(parallel):
     for name in SCORES:
         assert close(scores[name], [x[3][name] for x in expected]), name
     assert len({str(np.round(x, 4)) for x in scores.values()}) == len(SCORES)
+
+
+@pytest.mark.parametrize("number", [3, 32, 1000])
+def test_rank_correlation_is_scipys(number):
+    """With ties, and of what is known of both; of a constant there is none."""
+    random, correlation = np.random.default_rng(number), jax.jit(plr.rank_correlation)
+    found = []
+    for _ in range(30):
+        x, y = random.integers(-number, number, (2, number)) / 8  # exact in float32: ties stay
+        x, y = np.where(random.random((2, number)) < 0.1, np.nan, [x, x + y])
+        known = ~np.isnan(x + y)
+        if len({*x[known]}) > 1 and len({*y[known]}) > 1:
+            found.append((correlation(x, y), spearmanr(x[known], y[known]).statistic))
+    assert len(found) > 15
+    assert len({*np.transpose(found)[0]}) > 1
+    np.testing.assert_allclose(*np.transpose(found), atol=1e-5)
+    assert np.isnan(correlation(x, np.ones(number)))
+    assert np.isnan(correlation(x, np.full(number, np.nan)))
+
+
+@pytest.mark.slow
+def test_what_is_logged_of_the_approximations_of_regret(parallel):
+    """Beside the plain scores of the levels of which an episode ended, ranked by scipy."""
+    shares = []
+    for cycle in parallel:
+        filled, level = contents(cycle.before.buffer), names(cycle.entries.level)
+        seen = [filled.get(x, {"max_return": -np.inf})["max_return"] for x in level]
+        found = outcomes(cycle.batch, cycle.advantage, level, seen, cycle.best.tolist())
+        found = [(r_max, scores) for ended, r_max, _, scores in found if ended]
+        regret = [scores["oracle_regret"] for _, scores in found]
+        for name in {*SCORES} - {"oracle_regret"}:
+            x = np.round([scores[name] for _, scores in found], 6)  # what ties in float32
+            expected = spearmanr(x, regret).statistic if len({*x}) > 1 else np.nan
+            logged = cycle.metrics[f"rank_correlation_{name}"]
+            assert logged == pytest.approx(expected, abs=1e-4, nan_ok=True), name
+        unsolved = sum(x for (r_max, _), x in zip(found, regret) if r_max <= 0)
+        shares.append(unsolved / sum(regret))
+        assert cycle.metrics["never_solved_regret_share"] == pytest.approx(shares[-1], abs=1e-5)
+    assert len({*shares}) > 4
 
 
 def test_unsolvable_levels_have_no_oracle_regret():

@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 README = (ROOT / "README.md").read_text()
 read = lambda name: (ROOT / "examples" / name).read_text()
-FILES = "attention.diff", "rows.diff", "ncc.diff", "best_quarter.diff"
+FILES = "attention.diff", "rows.diff", "ncc.diff", "best_quarter.diff", "optimistic.diff"
 DIFFS = *re.findall(r"(?s)```diff\n(.*?)```", README), *map(read, FILES)
-split = lambda diff: re.search(r"(?s)--- (\w+\.py)\n(@@\n.*)", diff).groups()
-SCORE, STUDENT, LEVELS, REPLAY, QUARTER = map(split, DIFFS)
+split = lambda diff: re.search(r"(?s)--- (\w+\.py)\n(?:\+\+\+ \S+\n)?(@@.*)", diff).groups()
+SCORE, STUDENT, LEVELS, REPLAY, QUARTER, OPTIMISTIC = map(split, DIFFS)
 TINY = """--height 5 --width 5 --n-walls 6 --max-steps 12 --num-envs 8 --num-steps 16 --lr 1e-2
     --hidden-size 16 --update-epochs 2 --eval-suite TrivialMaze --eval-episodes 2 --num-updates 6
     --log-interval 2 --devices 1""".split()
@@ -27,7 +27,7 @@ TINY = """--height 5 --width 5 --n-walls 6 --max-steps 12 --num-envs 8 --num-ste
 def hack(recipe, folder):
     """The changed copy of a script: what a hunk removes and keeps stands there once."""
     script, diff = recipe
-    text, (first, *hunks) = (ROOT / script).read_text(), diff.split("@@\n")
+    text, (first, *hunks) = (ROOT / script).read_text(), re.split(r"(?m)^@@.*\n", diff)
     assert first == ""
     assert 0 < len(re.findall(r"(?m)^[+-]", diff)) <= 20
     for hunk in hunks:
@@ -161,6 +161,25 @@ def test_learning_from_the_best_quarter(tmp_path, run):
         a, v = np.asarray(advantage)[:, best], np.asarray(value)[:, best]
         np.testing.assert_allclose(explained, 1 - a.var() / (a + v).var(), 1e-3, 1e-4)
     assert len(seen) == 6
+    rows = run(path, *"--buffer-size 8 --min-fill 0.5 --rnn none".split())
+    assert int(rows[-1]["grad_updates"]) > 0
+
+
+@pytest.mark.slow
+def test_hope_for_what_was_never_solved(tmp_path, run):
+    """Its R_max in the score alone: what the buffer is told is what was seen."""
+    path = hack(OPTIMISTIC, tmp_path)
+    module = load(path)
+    done = np.array([[0, 1, 0], [1, 0, 0], [0, 0, 1]], bool)
+    reward = np.array([[0, 0.8, 0], [0, 0, 0], [0, 0, 0.5]], np.float32)  # the first: unsolved
+    value = np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)
+    batch = module.Transition(None, None, None, None, value, reward, done)
+    for before, best in ([0, 0, 0], [0.8, 0.8, 0.5]), ([0, 0.9, 0], [0.9, 0.9, 0.5]):
+        before = np.float32(before)
+        _, _, seen, scores = module.level_outcomes(batch, value, before, np.eye(3) > 0, before)
+        v = [value[:2, 0].mean(), value[0, 1], value[:, 2].mean()]  # of the episodes that ended
+        np.testing.assert_allclose(scores["max_mc"], np.array(best) - v, 1e-5)
+        np.testing.assert_allclose(seen, [0, *best[1:]])
     rows = run(path, *"--buffer-size 8 --min-fill 0.5 --rnn none".split())
     assert int(rows[-1]["grad_updates"]) > 0
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_amaze
 import test_plr
 from parts import hacked, part
 from test_dr import SEED, close, numbers, path_length, plain_stats
@@ -50,9 +51,9 @@ def names(levels):
 
 
 @cache
-def scored():
+def scored(score="learnability"):
     """A choice among candidates whose episodes a rule decides: the buffer, its metrics, and what
-    was played, as it was played."""
+    was played, as it was played. A solved episode of it has a return of 0.6."""
     seen = []
 
     def ruled(rng, params, queues):
@@ -60,12 +61,12 @@ def scored():
         played, steps = queues.agent_pos[..., 0] > 0, 20 + queues.agent_pos[..., 0].sum(1)
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (queues, solved * played))
         jax.debug.callback(lambda *x: seen.append(x), *flat, steps)
-        return solved, played, steps
+        return solved, 0.6 * solved, played, steps
 
     copy = hacked(sfl, {"steps = play_queues(": "steps = ruled("}, ruled=ruled)
-    score = part(copy.make_train(SMALL), "score_candidates")
+    choose = part(copy.make_train(replace(SMALL, score=score)), "score_candidates")
     state = program(0)(SEED).replace(more_steps=jnp.array(5))
-    after, metrics = jax.jit(score)(jax.random.key(1), state)
+    after, metrics = jax.jit(choose)(jax.random.key(1), state)
     jax.effects_barrier()
     return after, metrics, *jax.tree.map(np.asarray, seen[0])
 
@@ -80,6 +81,24 @@ def test_the_buffer_is_the_most_learnable_of_all_candidates():
     assert close(after.buffer.solve_rate, won[order] / COPIES)
     assert {0, COPIES} <= {*won}
     assert len({*won[order]}) > 1
+
+
+def test_the_buffer_is_of_the_most_regret_of_all_candidates():
+    """The best return, by networkx, less the mean; 0 of those out of reach or not played."""
+    after, metrics, levels, won, _ = scored("oracle_regret")
+    regrets, texts = [], names(levels)
+    for level, times, played in zip(zip(*levels), won, levels.agent_pos[:, 0] > 0):
+        path = test_amaze.oracle(sfl.amaze.Level(*level))
+        solvable = path is not None and len(path[1]) <= SMALL.max_steps
+        best = 1 - 0.9 * len(path[1]) / SMALL.max_steps if solvable else 0
+        regrets.append((best - 0.6 * times / COPIES) * played)
+    order = np.argsort(-np.array(regrets), kind="stable")[:K]
+    assert np.allclose(after.buffer.score, np.array(regrets)[order], atol=1e-6)
+    assert sorted(names(after.buffer.level)) == sorted(texts[i] for i in order)
+    assert close(metrics["learnable_share"], np.mean(np.array(regrets)[
+        levels.agent_pos[:, 0] > 0] > 1e-6))  # fmt: skip
+    assert {*np.asarray(after.buffer.solve_rate)} != {*np.asarray(scored()[0].buffer.solve_rate)}
+    assert (won[order] == 0).any()
 
 
 def test_what_is_logged_of_the_candidates():
@@ -122,11 +141,13 @@ def test_each_level_of_a_queue_is_played_in_turn_from_a_fresh_memory(most):
     play_queues = part(train, "play_queues")
     sample = jax.vmap(jax.vmap(lambda rng: sfl.amaze.sample_level(rng, 6, 5, 5)))
     queues = sample(jax.random.split(SEED, (B, Q)))
-    solved, played, steps = map(np.asarray, jax.jit(play_queues)(SEED, None, queues))
+    found = map(np.asarray, jax.jit(play_queues)(SEED, None, queues))
+    solved, earned, played, steps = found
     draw = jax.jit(lambda t: jax.random.gumbel(jax.random.fold_in(SEED, t), (B, 7)))
     noise = [draw(t) for t in range(steps.max())]
     reset, step = jax.jit(train.reset), jax.jit(train.step)
     wins, ends, length = np.zeros((B, Q), int), np.zeros((B, Q), int), np.zeros(B, int)
+    total = np.zeros((B, Q))
     for b, i in itertools.product(range(B), np.repeat(range(Q), COPIES)):
         state, done, h = reset(jax.tree.map(lambda x: x[b, i], queues))[1], False, 0
         while not done and (not most or length[b] < most):
@@ -134,9 +155,11 @@ def test_each_level_of_a_queue_is_played_in_turn_from_a_fresh_memory(most):
             _, state, reward, done = step(state, act(h, noise[length[b]][b]))
             length[b] += 1
         wins[b, i] += done and reward > 0
+        total[b, i] += done and reward
         ends[b, i] += bool(done)
     assert (steps == length).all()
     assert (solved == wins).all()
+    assert close(earned, total)
     assert (played == (ends == COPIES)).all()
     assert len({*solved.flat}) > 1
     assert played.any()
@@ -152,6 +175,7 @@ def test_the_buffer_changes_every_score_interval_before_the_levels_are_chosen():
         assert (np.diff(p * (1 - p)) <= 1e-6).all()
         assert close(row["buffer_learnability"], (p * (1 - p)).mean())
         assert close(row["buffer_learnability_min"], (p * (1 - p)).min())
+        assert close(row["buffer_score"], (p * (1 - p)).mean())
         assert close(row["buffer_learnable_share"], np.mean((p > 0.1) & (p < 0.9)))
         steps = int(after.rollouts - before.rollouts) * N * 2 * T
         steps += int(after.more_steps - before.more_steps)
@@ -167,7 +191,8 @@ def test_the_buffer_changes_every_score_interval_before_the_levels_are_chosen():
 def drawn(solve_rate, times=200):
     """What is chosen, that many times, from a buffer whose levels were solved so: names of its
     levels; of the levels drawn [times, N]; which are of the buffer [times, N]."""
-    buffer = history()[0][1].buffer._replace(solve_rate=jnp.asarray(solve_rate))
+    score = sfl.learnability(jnp.asarray(solve_rate), COPIES)
+    buffer = history()[0][1].buffer._replace(score=score, solve_rate=jnp.asarray(solve_rate))
     choose = part(sfl.make_train(SMALL), "choose_levels")
     draws = jax.jit(jax.vmap(choose, in_axes=(0, None)))(jax.random.split(SEED, times), buffer)
     levels = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), draws[0])
@@ -201,7 +226,10 @@ def test_learnability_tells_always_from_nearly_always(evals):
     """In float32, as mean(1) makes the rates: 49 * (1 / 49) is not 1."""
     won = np.arange(evals + 1)
     rate = jax.jit(lambda x: (x < 1).mean(1))(won[:, None] <= np.arange(evals)).astype(float)
-    assert (np.asarray(sfl.learnability(1 - rate, evals)) == won * (evals - won)).all()
+    found = np.asarray(sfl.learnability(1 - rate, evals))
+    np.testing.assert_allclose(found, won * (evals - won) / evals**2, 1e-6)
+    assert (found == found[::-1]).all()
+    assert (found[[0, -1]] == 0).all()
 
 
 def test_solve_rates_of_random_and_buffer_levels_are_logged_apart():
@@ -295,6 +323,7 @@ def test_every_float_can_be_swept():
     (dict(num_envs=6, num_minibatches=5),
      "num_minibatches = 5, num_envs = 6, num_evals = 2: allowed is a divisor of 12"),
     (dict(num_envs=7), "num_envs = 7: allowed is even"),
+    (dict(score="max_mc"), r"score = 'max_mc': allowed is learnability \| oracle_regret"),
     (dict(num_candidates=8), "buffer_size = 12, num_candidates = 8: allowed is at most 8"),
     (dict(num_candidates=10**8), "num_candidates = 100000000: allowed is with these "),
     (dict(max_steps=10**8), "with these candidate_evals, max_steps and num_steps at most 4"),
@@ -307,6 +336,17 @@ def test_every_float_can_be_swept():
 def test_bad_values(changes, words):
     with pytest.raises(sfl.BadConfig, match=words):
         sfl.make_train(replace(SMALL, **changes))
+
+
+def test_regret_needs_an_optimal_return(monkeypatch):
+    known = sfl.amaze.level_stats
+    unknown = lambda *x: {k: v for k, v in known(*x).items() if k != "optimal_return"}
+    monkeypatch.setattr(sfl.amaze, "level_stats", unknown)
+    train = sfl.make_train(replace(SMALL, score="oracle_regret"))
+    words = "^score = 'oracle_regret': allowed is another: .* no optimal return"
+    with pytest.raises(sfl.BadConfig, match=words):
+        jax.eval_shape(train.init, SEED)
+    jax.eval_shape(sfl.make_train(SMALL), SEED)
 
 
 def test_fewer_candidates_than_are_played_at_once():

@@ -1,0 +1,105 @@
+"""What needs no learning: random actions, and a hand on the wall, on all suites of evaluate.py.
+
+    python benchmarks/baselines.py
+    python benchmarks/baselines.py --levels 100 --episodes 10      a quick look
+
+They see what an agent sees, 5 x 5 cells and the direction. Random actions are uniform over all
+seven. A hand on the wall: straight on to a wall, then along it, with the right or the left hand on
+it; and to the goal when it is one cell ahead, to the right or to the left. Where the goal's walls
+do not hang together with that one it goes around for ever. (Without the first part, of a rule that
+turns to its hand wherever it can, it circles in the open: 0.59 of dcd's mazes, no corridor.)
+results/baselines.csv has the solve rates, a row for each maze, mean and share of the worst.
+"""
+
+import argparse
+import csv
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+import amaze  # noqa: E402
+import evaluate  # noqa: E402
+
+FORWARD, WALL, GOAL = amaze.FORWARD, amaze.WALL[0], amaze.GOAL[0]
+BESIDE = {amaze.LEFT: -1, amaze.RIGHT: 1}  # columns of the view from the agent's to its neighbours'
+
+
+def random_actions(params, memory, obs, is_first, noise):
+    return memory, jnp.argmax(noise, axis=-1)
+
+
+def hand_on_the_wall(params, holds, obs, is_first, noise, hand):
+    """One action of each of W agents; holds [W]: whether the hand was on a wall before."""
+    other = amaze.LEFT + amaze.RIGHT - hand
+    row, column = amaze.VIEW - 1, amaze.VIEW // 2  # of the agent, that looks at row 0
+    kind = obs.image[..., 0]  # [W, across, ahead]
+    ahead = kind[:, column, row - 1]
+    at_hand, at_other = (kind[:, column + BESIDE[x], row] for x in (hand, other))
+    lost = holds & ~is_first & (at_hand != WALL)  # the wall has ended: around its corner
+    action = jnp.select(
+        [ahead == GOAL, at_hand == GOAL, at_other == GOAL, lost, ahead == WALL],
+        [FORWARD, hand, other, hand, other],
+        FORWARD,
+    )
+    return at_hand == WALL, action
+
+
+def player(act, memory):
+    """What evaluate.play needs of a script; memory(W)."""
+    return SimpleNamespace(act=act, initial_carry=memory, reset=amaze.reset, step=amaze.step)
+
+
+no_wall = partial(jnp.zeros, dtype=bool)
+BASELINES = {
+    "random": player(random_actions, jnp.zeros),
+    "right hand": player(partial(hand_on_the_wall, hand=amaze.RIGHT), no_wall),
+    "left hand": player(partial(hand_on_the_wall, hand=amaze.LEFT), no_wall),
+}
+
+
+def solve_rates(suite, args):
+    """{maze or aggregate: {baseline: solve rate}} on a suite."""
+    args = evaluate.Arguments(suite=suite, episodes=args.episodes, levels=args.levels)
+    names, _, sampled = evaluate.choose_mazes(args)
+    episodes = 20 if sampled else args.episodes
+    args = evaluate.replace(args, episodes=episodes)
+    mazes, rngs, rates = evaluate.draw_mazes(names, args, sampled), jax.random.key(0)[None], {}
+    for name, train in BASELINES.items():
+        title = f"{name}, {suite}"
+        returns, _ = evaluate.play(train, (), rngs, mazes, episodes, title=title)
+        summary = evaluate.summarise(returns, names, args.seed, sampled)
+        for maze, (rate, _, _) in summary.items():
+            rates.setdefault(maze, {})[name] = rate
+    return {maze: rates[maze] for maze in rates if maze not in ("IQM", "optimality gap")}
+
+
+def main():
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--episodes", type=int, default=100, help="of each maze")
+    parser.add_argument("--levels", type=int, default=2000, help="random ones, 20 episodes of each")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "baselines.csv")
+    args = parser.parse_args()
+    table = []
+    for suite in amaze.SUITES:
+        lines = [[suite, *BASELINES]]
+        for maze, rates in solve_rates(suite, args).items():
+            cells = {name: f"{rate:.3f}" for name, rate in rates.items()}
+            table.append({"suite": suite, "maze": maze} | cells)
+            lines.append([maze, *cells.values()])
+        evaluate.print_table(lines)
+        print()
+    with open(args.out, "w", newline="") as file:
+        writer = csv.DictWriter(file, table[0])
+        writer.writeheader()
+        writer.writerows(table)
+
+
+if __name__ == "__main__":
+    main()
