@@ -498,7 +498,7 @@ def read_students(state, expected, config, num_rows):
     names = ["protagonist", "antagonist"]
     if config.regret != "paired":
         number = jax.tree.leaves(params)[0].shape[1]  # of [rows, students, ...]
-        names = [str(i) for i in range(number)]
+        names = [str(i) for i in range(number)] if number > 1 else ["protagonist"]
     return names, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), params)
 
 

@@ -703,23 +703,35 @@ FLOATS = [name for name, kind in TYPES.items() if kind is float]
 MAY_CHANGE = """resume out devices shard seeds_at_once distributed track checkpoint_interval
     archive_interval plot_interval""".split()  # when a run is resumed
 OTHER_NAMES = {  # field: what minimax, JaxUED, dcd, PureJaxRL and CleanRL call it
-    "lr": "learning_rate", "gamma": "discount discount_factor", "vf_coef": """value_loss_coef
-        student_value_loss_coef critic_coeff""", "seeds": "num_seeds n_seeds",
-    "ent_coef": "entropy_coef entropy_coeff student_entropy_coef", "num_evals": "n_eval",
-    "clip_eps": "clip_coef ppo_clip_eps", "update_epochs": "ppo_n_epochs ppo_epoch epoch_ppo",
-    "num_minibatches": "ppo_n_minibatches num_mini_batch", "num_steps": "n_rollout_steps",
-    "num_updates": "n_total_updates total_timesteps num_env_steps", "devices": "n_devices",
-    "num_envs": "n_parallel num_train_envs num_processes", "max_steps": "max_episode_steps",
-    "rnn": "student_recurrent_arch recurrent_arch", "num_edits": "n_edits",
+    "lr": "learning_rate",
+    "num_updates": "n_total_updates total_timesteps num_env_steps",
+    "num_envs": "n_parallel num_train_envs num_processes",
+    "num_evals": "n_eval",
+    "num_steps": "n_rollout_steps",
+    "update_epochs": "ppo_n_epochs ppo_epoch epoch_ppo",
+    "num_minibatches": "ppo_n_minibatches num_mini_batch",
+    "gamma": "discount discount_factor",
+    "clip_eps": "clip_coef ppo_clip_eps",
+    "ent_coef": "entropy_coef entropy_coeff student_entropy_coef",
+    "vf_coef": "value_loss_coef student_value_loss_coef critic_coeff",
+    "rnn": "student_recurrent_arch recurrent_arch",
     "hidden_size": "student_recurrent_hidden_dim recurrent_hidden_dim",
-    "score": "ued_score score_function level_replay_strategy", "min_fill": """level_replay_rho
-        minimum_fill_ratio plr_minimum_fill_ratio""", "eval_suite": "eval_levels test_env_names",
+    "max_steps": "max_episode_steps",
+    "num_edits": "n_edits",
+    "score": "ued_score score_function level_replay_strategy",
     "buffer_size": "level_buffer_capacity plr_buffer_size level_replay_seed_buffer_size",
-    "replay_prob": "plr_replay_prob level_replay_prob", "temperature": """temp plr_temp
-        level_replay_temperature""", "staleness_coef": "staleness_coeff plr_staleness_coef",
-    "eval_interval": "eval_freq test_interval", "eval_episodes": """eval_num_attempts
-        test_n_episodes""", "checkpoint_interval": "checkpoint_save_interval", "out": "log_dir",
-}  # fmt: skip
+    "min_fill": "minimum_fill_ratio plr_minimum_fill_ratio level_replay_rho",
+    "replay_prob": "plr_replay_prob level_replay_prob",
+    "temperature": "temp plr_temp level_replay_temperature",
+    "staleness_coef": "staleness_coeff plr_staleness_coef",
+    "eval_suite": "eval_levels test_env_names",
+    "eval_interval": "eval_freq test_interval",
+    "eval_episodes": "eval_num_attempts test_n_episodes",
+    "checkpoint_interval": "checkpoint_save_interval",
+    "seeds": "num_seeds n_seeds",
+    "devices": "n_devices",
+    "out": "log_dir",
+}
 COUNTERS = ("grad_updates", "rollouts")  # metrics that logs.csv needs
 PROGRESS = ("cycles", "seconds", "log_bytes", "where")  # in a checkpoint; all else stays the same
 CURVES = ("train_solve_rate", "eval_solve_rate")  # what curves.png and the progress bar show
@@ -817,7 +829,23 @@ def read_sweep(text):
     ends = float(low), float(high)
     if not (0 < min(ends) and max(ends) < np.inf and int(number) > 0):
         raise ValueError(text)
-    return np.geomspace(*ends, min(int(number), MOST + 1)).tolist(), sorted(ends)
+    values = np.geomspace(*ends, min(int(number), MOST + 1)).tolist()
+    return values, (min(ends), max(ends))
+
+
+def random_points(config, grid, ranges):
+    """sweep_random points: with ranges any values in them, else of the grid, each once."""
+    rng, number = np.random.default_rng(config.seed), config.sweep_random
+    if set(ranges.values()) == {None}:
+        points = list(dict.fromkeys(itertools.product(*grid.values())))
+        return [points[i] for i in rng.permutation(len(points))[:number]]
+    columns = []
+    for name, values in grid.items():
+        if ranges[name] is None:
+            columns.append(rng.choice(values, number))
+        else:
+            columns.append(np.exp(rng.uniform(*np.log(ranges[name]), number)))
+    return [tuple(point) for point in np.transpose(columns).tolist()]
 
 
 def make_rows(config):
@@ -835,19 +863,15 @@ def make_rows(config):
         except ValueError:
             allowed = f"{name}=0.1,0.2 or {name}=log:0.01:0.1:8, not {text!r}"
             demand(False, config, "sweep", allowed)
-    rng, number = np.random.default_rng(config.seed), config.sweep_random
-    demand(len(grid) > 0 or number == 0, config, "sweep_random", "0 without --sweep")
+    has_points = len(grid) > 0 or config.sweep_random == 0
+    demand(has_points, config, "sweep_random", "0 without --sweep")
     trainings = config.seeds * math.prod(map(len, grid.values()))
     demand(trainings <= MOST, config, "sweep seeds", f"at most {MOST:,} trainings")
-    points = itertools.product(*grid.values())
-    if number > 0 and any(ranges.values()):
-        draw = lambda ends: np.exp(rng.uniform(*np.log(ends), number))
-        drawn = [draw(ranges[x]) if ranges[x] else rng.choice(grid[x], number) for x in grid]
-        points = np.transpose(drawn).tolist()
-    points = list(dict.fromkeys(map(tuple, points)))
-    if 0 < number < len(points):
-        points = [points[i] for i in rng.permutation(len(points))[:number]]
-    points = [dict(zip(grid, point)) for point in points]
+    if config.sweep_random > 0:
+        points = random_points(config, grid, ranges)
+    else:
+        points = itertools.product(*grid.values())
+    points = [dict(zip(grid, point)) for point in dict.fromkeys(points)]
     for point in points:
         check(replace(config, **point))
     seeds = [int(config.seed) + i for i in range(config.seeds)]
@@ -863,7 +887,7 @@ def choose_devices(config, num_rows):
     numbers = range(1, len(here) + 1) if jax.process_count() == 1 else [len(here)]
     numbers = [n for n in numbers if config.devices in (0, n)]
     most = lambda shard: max((n for n in numbers if parts[shard] % n == 0), default=0)
-    shard = config.shard or max(parts, key=most)
+    shard = max(parts, key=most) if config.shard == "" else config.shard
     allowed = "a divisor of {seeds} (seeds) or {levels} (levels), at most {}; --distributed: all"
     demand(most(shard) > 0, config, "devices", allowed.format(len(here), **parts))
     return here[: most(shard)], shard
@@ -875,7 +899,7 @@ def make_programs(config, num_rows, devices, shard):
     spec = P() if split else P("devices")
     sharding = NamedSharding(Mesh(devices, ("devices",)), spec)
     here = num_rows if split else num_rows // len(devices)  # rows on a device
-    at_once = min(config.seeds_at_once or here, here)
+    at_once = here if config.seeds_at_once == 0 else min(config.seeds_at_once, here)
     demand(here % at_once == 0, config, "seeds_at_once", f"a divisor of {here}")
     if devices[0].platform == "cpu":
         at_once = None  # there rows are faster in turn
@@ -972,9 +996,10 @@ def read_config(folder):
     path = folder / "config.json"
     try:
         stored = json.loads(path.read_text(encoding="utf-8-sig")) if path.is_file() else {}
-        return stored | {"script": str(stored["script"]), "sweep": tuple(stored.get("sweep", ()))}
+        lists = {name: tuple(x) for name, x in stored.items() if isinstance(x, list)}
+        return stored | lists | {"script": str(stored["script"])}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise BadConfig(f"{path} is missing, damaged, or not of a run") from None
+        raise BadConfig(f"{path} is missing or damaged: allowed is what a run wrote") from None
 
 
 def write_checkpoint(path, data):
@@ -1153,12 +1178,9 @@ def log_row(config, row, metrics, cycle, seconds):
 def write_log(log, trackers, lines):
     """The lines, one for each row, to logs.csv and to the trackers."""
     writer = csv.DictWriter(log, lines[0])
-    try:
-        if log.tell() == 0:
-            writer.writeheader()
-        writer.writerows(lines)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, log.name) from None
+    if log.tell() == 0:
+        writer.writeheader()
+    writer.writerows(lines)
     for tracker, line in zip(trackers, lines):
         numbers = {name: float(x) for name, x in line.items() if x != ""}
         tracker.log(numbers, step=line["update"])
@@ -1192,7 +1214,7 @@ def plot_curves(folder, swept):
     for axis, column in zip(figure.subplots(1, 2), CURVES):
         curves = {}  # point -> update -> [steps, value] of each seed
         for row in table:
-            if row.get(column):
+            if row.get(column, "") != "":
                 point = ", ".join(f"{name} {float(row[name]):.6g}" for name in swept)
                 seeds = curves.setdefault(point, {}).setdefault(row["update"], [])
                 seeds.append([int(row["env_steps"]), float(row[column])])
@@ -1319,7 +1341,7 @@ def run(config, keep_metrics=True, stopped_by=None):
             of_row = [{name: x[i] for name, x in chunk.items()} for i in range(len(rows))]
             lines = [log_row(config, *x, cycle, seconds) for x in zip(rows, of_row)]
             write_log(log, trackers, lines)
-            shown |= {name: lines[0][name] for name in CURVES if lines[0].get(name)}
+            shown |= {name: lines[0][name] for name in CURVES if lines[0].get(name, "") != ""}
             bar.set_postfix(shown, refresh=False)
             bar.update(cycles)
             if keep_metrics:
@@ -1353,7 +1375,7 @@ def refuse_words(arguments):
             ours = [name.lower()]
         if flag.startswith("--") and len(ours) > 0:
             raise BadConfig(f"--{name}: did you mean --{ours[0]}?".replace("_", "-"))
-        value = value or following
+        value = following if value == "" else value
         if TYPES.get(name) is bool and value.lower() in ("true", "false"):
             raise BadConfig(f"{flag} {value}: allowed is {flag} or --no-{flag[2:]}")
 
@@ -1379,7 +1401,7 @@ def resume(config, read):
         raise BadConfig(f"{config.out}/config.json: {SCRIPT} does not know {min(unknown)}")
     stored = Config(**stored)
     make_rows(stored)
-    sweep = () if config.sweep else stored.sweep  # tyro appends to it
+    sweep = stored.sweep if config.sweep == () else ()  # tyro appends to it
     config = read(default=replace(stored, sweep=sweep, distributed=""))
     for name in [name for name in TYPES if name not in MAY_CHANGE]:
         old, new = getattr(stored, name), getattr(config, name)
@@ -1455,7 +1477,7 @@ def main():
         check(config)
         start_jax(config)
         run(config, keep_metrics=False, stopped_by=signals)
-        sys.exit(128 + signals[0] if signals else 0)
+        sys.exit(0 if len(signals) == 0 else 128 + signals[0])
     except (BadConfig, FloatingPointError) as error:
         message, status = str(error), 2 if isinstance(error, BadConfig) else 1
     except AttributeError as error:
@@ -1465,6 +1487,8 @@ def main():
     except (OSError, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, OSError) and not jax.distributed.is_initialized():
             raise
+        if getattr(error, "errno", None) is not None and error.filename is None:
+            error.filename = "logs.csv"  # all other files are written by `write`
         why, status = str(error).splitlines()[0], 1
         message = f"{why}; the last checkpoint is intact, if any; --resume goes on"
     print(f"{SCRIPT}: error: {printable(message)}", file=sys.stderr, flush=True)

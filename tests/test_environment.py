@@ -6,16 +6,19 @@ import importlib.util
 import re
 import shutil
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 from PIL import Image
 from runs import ROOT, SHORT, assert_equal, copy, load, rewind, table
 
 sys.path.insert(0, str(ROOT))
+import amaze
 import evaluate
 import line
 import plr
@@ -238,3 +241,63 @@ def test_weight_decay_gets_the_parameters(tmp):
     module = module_of(line_script(tmp, "dr", decay))
     small = dict(num_envs=4, num_steps=8, max_steps=8, rnn="none", hidden_size=4, num_updates=1)
     jax.eval_shape(module.make_train(module.Config(**small)), jax.random.key(0))
+
+
+@struct.dataclass
+class Slope:
+    """A level as those of JaxUED are."""
+
+    numbers: jax.Array  # [2] goal, slope
+
+
+LEVELS = {  # kind of level: from line's level, and back
+    "dataclass": (lambda level: Slope(jnp.stack(level)), lambda level: line.Level(*level.numbers)),
+    "dict": (lambda level: level._asdict(), lambda level: line.Level(**level)),
+    "array": (jnp.stack, lambda level: line.Level(*level)),
+    "seed": (lambda level: (1000 * (level.goal + 1)).astype(int),
+             lambda seed: line.Level(seed / 1000 - 1, 0.02)),
+}  # fmt: skip
+
+
+def packed(kind):
+    """The environment `line` whose levels are of another kind, and an agent that goes right."""
+    pack, unpack = LEVELS[kind]
+    env = SimpleNamespace(**vars(line))
+    env.TEST_MAZES = {}
+    for name, (sample, limit) in line.TEST_MAZES.items():
+        asarrays = lambda rng, sample=sample: pack(jax.tree.map(jnp.float32, sample(rng)))
+        env.TEST_MAZES[name] = asarrays, limit
+    env.reset_one = lambda level, max_steps: line.reset_one(unpack(level), max_steps)
+    ndim = 1 if kind in ("dataclass", "array") else 0
+    env.reset, env.step, _ = amaze.over_queues(env.reset_one, line.step_one, ndim=ndim)
+    env.level_stats = lambda level, max_steps: line.level_stats(unpack(level), max_steps)
+    draw = lambda x: line.render(x if isinstance(x, line.EnvState) else unpack(x))
+    env.render, env.plot_levels = draw, partial(amaze.plot_levels, render=draw)
+    act = lambda params, memory, obs, *_: (memory, jnp.full(len(obs.place), 2))
+    agent = dict(act=act, initial_carry=lambda batch: (), reset=env.reset, step=env.step)
+    return env, SimpleNamespace(**agent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LEVELS)
+def test_a_level_is_any_tree(tmp_path, capsys, kind):
+    """Tables, film, pictures and sampled levels, as with levels that are tuples."""
+    told = {}
+    for env, train in ((line, packed("dict")[1]), packed(kind)):
+        if env is line:
+            train.reset, train.step = line.reset, line.step
+        out = tmp_path / str(env is line)
+        agents = [{"seed": 0, "agent": "student"}]
+        run = evaluate.Run("a", out, "dr", 1, agents, {"x": np.zeros((1, 1))}, train, env)
+        for suite in ("two", "sampled"):
+            args = evaluate.Arguments(suite=suite, levels=20, episodes=2, show_levels=True)
+            names, own, sampled = evaluate.choose_mazes(args, env)
+            mazes = own + evaluate.draw_mazes(names, args, sampled, env)
+            evaluate.write_levels(out, mazes, env)
+            evaluate.write_results(out, [run], mazes, args, sampled)
+            told[env is line, suite] = (out / "results.csv").read_text()
+        evaluate.write_film(out, run, mazes[0], 0)
+        assert Image.open(out / "mazes.png").width > 200
+        assert (out / "film_a_1_Any-0.gif").exists()
+    assert kind == "seed" or told[True, "two"] == told[False, "two"]  # whose slope is its own
+    assert len(told[False, "sampled"].splitlines()) == 21

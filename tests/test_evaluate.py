@@ -567,6 +567,9 @@ def test_a_hacked_copy_needs_script(run, tmp_path, capsys, monkeypatch):
     mine = tmp_path / "my_dr.py"
     mine.write_text((ROOT / "dr.py").read_text() + f"\nopen({str(tmp_path / 'ran')!r}, 'w')\n")
     change_config(run, script="my_dr.py")
+    data = dr.read_checkpoint(run / "checkpoint.msgpack")
+    data["config"]["script"] = "my_dr.py"
+    dr.write_checkpoint(run / "checkpoint.msgpack", data)
     status, _, errors = call(capsys, monkeypatch, run)
     assert status == 2
     assert "my_dr.py" in errors[0]
