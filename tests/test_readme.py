@@ -2,7 +2,10 @@
 
 import importlib.util
 import re
+import shutil
+import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -15,31 +18,48 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 README = (ROOT / "README.md").read_text()
 read = lambda name: (ROOT / "examples" / name).read_text()
-FILES = "attention.diff", "rows.diff", "ncc.diff", "best_quarter.diff", "optimistic.diff"
-DIFFS = *re.findall(r"(?s)```diff\n(.*?)```", README), *map(read, FILES)
-split = lambda diff: re.search(r"(?s)--- (\w+\.py)\n(?:\+\+\+ \S+\n)?(@@.*)", diff).groups()
-SCORE, STUDENT, LEVELS, REPLAY, QUARTER, OPTIMISTIC = map(split, DIFFS)
+TARGETS = {  # diff: the scripts that it is meant for
+    "attention": "dr plr accel paired sfl", "rows": "dr plr accel sfl", "ncc": "plr",
+    "best_quarter": "plr accel", "mna": "plr accel", "optimistic": "plr accel",
+    "cartpole": "dr plr accel sfl", "craftax": "dr plr accel sfl"}  # fmt: skip
+SCORE, STUDENT, LEVELS, REPLAY, QUARTER, OPTIMISTIC = (
+    "mna", "attention", "rows", "ncc", "best_quarter", "optimistic")  # fmt: skip
 TINY = """--height 5 --width 5 --n-walls 6 --max-steps 12 --num-envs 8 --num-steps 16 --lr 1e-2
     --hidden-size 16 --update-epochs 2 --eval-suite TrivialMaze --eval-episodes 2 --num-updates 6
     --log-interval 2 --devices 1""".split()
 
 
-def hack(recipe, folder):
-    """The changed copy of a script: what a hunk removes and keeps stands there once."""
-    script, diff = recipe
-    text, (first, *hunks) = (ROOT / script).read_text(), re.split(r"(?m)^@@.*\n", diff)
-    assert first == ""
-    assert 0 < len(re.findall(r"(?m)^[+-]", diff)) <= 20
-    for hunk in hunks:
-        lines = hunk.splitlines()
-        old, new = ([x[1:] for x in lines if x[:1] != sign] for sign in "+-")
-        old, new = ("".join(f"{x}\n" for x in part) for part in (old, new))
-        assert text.count(old) == 1
-        assert set("".join(x[:1] for x in lines)) <= set(" +-")
-        text = text.replace(old, new)
+def hack(recipe, folder, name=""):
+    """The changed copy of a script, of that which the diff names or of another one."""
+    if not shutil.which("patch"):
+        pytest.skip("there is no `patch` here")
+    script = f"{name}.py" if name else re.match(r"--- (\w+\.py)\n", read(f"{recipe}.diff"))[1]
     path = folder / f"my_{script}"
-    path.write_text(text)
+    words = ["patch", "-F0", "-o", path, ROOT / script, ROOT / f"examples/{recipe}.diff"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout  # -F0: as it stands
     return path
+
+
+@pytest.mark.parametrize("recipe, name", [(k, x) for k, v in TARGETS.items() for x in v.split()])
+def test_a_diff_applies_exactly(recipe, name, tmp_path):
+    """What it removes goes and what it adds comes, above the mark."""
+    before = (ROOT / f"{name}.py").read_text()
+    after = hack(recipe, tmp_path, name).read_text()
+    diff = read(f"{recipe}.diff").splitlines()[2:]
+    lines = lambda sign: Counter(x[1:] for x in diff if x[:1] == sign)
+    expected = Counter(before.splitlines()) - lines("-") + lines("+")
+    assert Counter(after.splitlines()) == expected
+    lower = lambda text: text.split("# --- command line")[1]
+    assert lower(after) == lower(before)
+    compile(after, f"{recipe}_{name}", "exec")
+
+
+def test_every_diff_is_short_and_known():
+    diffs = {path.stem: path.read_text() for path in (ROOT / "examples").glob("*.diff")}
+    assert diffs.keys() == TARGETS.keys()
+    for diff in diffs.values():
+        assert 0 < len(re.findall(r"(?m)^[+-]", diff)) - 2 <= 22
 
 
 def load(path):
