@@ -1385,7 +1385,8 @@ def whole_numbers(arguments):
     words = list(arguments)
     for i, (flag, value) in enumerate(itertools.pairwise(arguments), start=1):
         name = flag.removeprefix("--").replace("-", "_")
-        if TYPES.get(name) is int and re.fullmatch(r"[1-9](\.\d+)?e\d", value):
+        is_short = TYPES.get(name) is int and re.fullmatch(r"\d+(\.\d+)?e\d", value)
+        if is_short and float(value).is_integer():
             words[i] = f"{float(value):.0f}"
     return words
 

@@ -24,6 +24,7 @@ from runs import last_update, leaves, load, rewind, table
 sys.path.insert(0, str(ROOT))
 
 import dr
+import plr
 
 FIRST = "update grad_updates env_steps seed seconds".split()
 COLUMNS = """train_return train_solve_rate train_episode_length policy_loss value_loss total_loss
@@ -156,6 +157,47 @@ def test_stopped_and_resumed_equals_uninterrupted(tmp, stopped, whole, train):
     assert contents(folder).keys() == before.keys()
 
 
+def test_names_of_other_libraries():
+    """Each is of one field here, none of a field's own name, and those of plr.py are answered."""
+    names = [name for theirs in dr.OTHER_NAMES.values() for name in theirs.split()]
+    assert len(names) == len({*names}) > 40
+    known = {
+        name
+        for x in ("dr", "plr", "accel", "paired", "sfl")
+        for name in importlib.import_module(x).TYPES
+    }
+    assert {*dr.OTHER_NAMES} < known
+    assert not known & {*names}
+    with pytest.raises(plr.BadConfig, match="--ued-score: did you mean --score?"):
+        plr.refuse_words(["--ued_score", "l1_value_loss"])
+    with pytest.raises(plr.BadConfig, match="did you mean --buffer-size?"):
+        plr.refuse_words(["--level-buffer-capacity", "9"])
+    dr.refuse_words(["--ued-score", "mna"])  # which has no score: tyro says so
+
+
+def test_a_million():
+    words = "--num-updates 1e6 --num-envs 2.5e1 --out 1e6 --lr 1e-3 --seeds 1.55e1".split()
+    config = dr.parse(words[:-2])
+    assert (config.num_updates, config.num_envs, config.out) == (1_000_000, 25, "1e6")
+    assert config.lr == 1e-3
+    with pytest.raises(SystemExit):  # no whole number
+        dr.parse(words)
+
+
+def test_what_an_environment_lacks_is_named(monkeypatch, capsys):
+    """In one line, before anything is compiled."""
+    monkeypatch.delattr(plr.amaze, "sample_solvable")
+    with pytest.raises(plr.BadConfig, match="solvable_only = True: allowed is False: amaze has no"):
+        plr.check(plr.FAST)
+    plr.check(plr.Config())
+    monkeypatch.delattr(plr.amaze, "level_code")
+    monkeypatch.setattr(sys, "argv", ["plr.py", *TINY])
+    with pytest.raises(SystemExit):
+        plr.main()
+    said = capsys.readouterr().err
+    assert said == "plr.py: error: amaze.level_code: plr.py needs it of an environment\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["checkpoint.msgpack", "logs.csv"])
 def test_a_full_disk_leaves_the_last_checkpoint(tmp, stopped, call, train, whole, file):
@@ -277,6 +319,15 @@ def test_what_is_allowed_is_said(monkeypatch, capsys, tmp_path):
         "--gamma 1.1": "from 0 to 1",
         "--resume --out /nowhere": "the folder of a run, to --resume it",
         "--learning-rate 0.1": "dr.py: error: --learning-rate: did you mean --lr?",
+        "--discount 0.9": "--discount: did you mean --gamma?",
+        "--n-rollout-steps 9": "did you mean --num-steps?",
+        "--ppo_n_epochs 9": "did you mean --update-epochs?",
+        "--n_total_updates=9": "did you mean --num-updates?",
+        "--student-recurrent-arch lstm": "did you mean --rnn?",
+        "--num-train-envs 9": "did you mean --num-envs?",
+        "--n-parallel 9": "did you mean --num-envs?",
+        "--LR 0.1": "--LR: did you mean --lr?",
+        "--NUM_ENVS 9": "--NUM-ENVS: did you mean --num-envs?",
         "--total_timesteps=9": "--total-timesteps: did you mean --num-updates?",
         "--clip-coef 0.1": "did you mean --clip-eps?",
     }
