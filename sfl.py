@@ -1284,13 +1284,18 @@ def say_begin(folder, rows, where, before):
 
 
 def say_end(config, folder, cycle, seconds):
-    script, folder = sys.argv[0] if __name__ == "__main__" else SCRIPT, str(folder)
+    """What comes next, as a command that names files where they are."""
+    here = Path(min(os.path.abspath(__file__), os.path.relpath(__file__), key=len))
+    script = Path(sys.argv[0]) if __name__ == "__main__" else here
     if cycle < config.num_updates:
-        command = shlex.join(["python", script, "--resume", "--out", folder])
-        say(f"stopped at cycle {cycle}; to go on: {command}")
+        command = ["python", script, "--resume", "--out", folder]
+        said = f"stopped at cycle {cycle}; to go on"
     else:
-        command = shlex.join(["python", "evaluate.py", folder, "--script", script])
-        say(f"done: {seconds:.0f} s; next: {command}")
+        command = ["python", here.with_name("evaluate.py"), folder]
+        said = f"done: {seconds:.0f} s; next"
+        if not command[1].exists():
+            command[1:] = ["evaluate.py", folder, "--script", script]
+    say(f"{said}: {shlex.join(map(str, command))}")
 
 
 def run(config, keep_metrics=True, stopped_by=None):

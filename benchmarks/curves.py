@@ -77,7 +77,9 @@ def main():
             x, values = read(folder, options.x, column)
             if not len(x):
                 continue
-            axis.plot(x, values.mean(1), color=f"C{i}", label=name or Path(folder).name)
+            marker = "o" if len(x) == 1 else ""  # of one row a line is nothing
+            label = name or Path(folder).name
+            axis.plot(x, values.mean(1), marker, ls="-", color=f"C{i}", label=label)
             axis.fill_between(x, values.min(1), values.max(1), color=f"C{i}", alpha=0.2, lw=0)
             if options.table:
                 last = values[-options.last :].mean(0)
