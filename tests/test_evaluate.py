@@ -579,6 +579,21 @@ def test_a_hacked_copy_needs_script(run, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "ran").exists()
 
 
+def test_each_run_finds_its_own_script(tmp_path):
+    """By the name in config.json; one that is renamed, if --script is given once."""
+    choose = evaluate.choose_script
+    both = one, other = str(tmp_path / "one.py"), str(tmp_path / "other.py")
+    for recorded, given, found in (("one.py", both, one), ("other.py", both, other),
+            ("dr.py", both, ROOT / "dr.py"), ("plr.py", (), ROOT / "plr.py"),
+            ("dr.py", (str(tmp_path / "dr.py"),), tmp_path / "dr.py"),
+            ("renamed.py", (one,), one)):  # fmt: skip
+        assert choose(recorded, given) == Path(found)
+    for recorded, given in (("renamed.py", both), ("renamed.py", ()), ("amaze.py", ()),
+                            ("../dr.py", ()), (str(ROOT / "dr.py"), ()), ("", ())):  # fmt: skip
+        with pytest.raises(evaluate.Refused, match="a copy beside them, or --script FILE"):
+            choose(recorded, given)
+
+
 HACKED = '''
 """The student sees its last action and reward, and nothing else; every step costs 0.001."""
 from dataclasses import dataclass

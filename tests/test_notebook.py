@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -237,8 +238,20 @@ def test_save_refuses(tmp_path, in_code):
     assert not (tmp_path / "new").exists()
 
 
+def test_save_wants_the_values_that_were_vmapped(tmp_path, in_code):
+    """Two trainings with one key differ by something else than their seeds."""
+    state = in_code[0]
+    same = state.rng[jnp.zeros(2, int)]
+    with pytest.raises(ValueError, match="sweep = .*: allowed is the values, NAME=0.1,0.2"):
+        evaluate.save(tmp_path / "new", CONFIG, state.replace(rng=same))
+    assert not (tmp_path / "new").exists()
+    swept = replace(CONFIG, seeds=1, sweep=("lr=0.1,0.2",))
+    evaluate.save(tmp_path / "swept", swept, state.replace(rng=same))
+    assert [a["lr"] for a in evaluate.load(tmp_path / "swept").agents] == [0.1, 0.2]
+
+
 def test_load_refuses(tmp_path):
-    with pytest.raises(evaluate.Refused, match="no config.json of a training"):
+    with pytest.raises(evaluate.Refused, match="config.json is missing"):
         evaluate.load(tmp_path / "nowhere")
 
 
