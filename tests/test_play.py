@@ -419,7 +419,7 @@ def test_a_copy_that_plays_otherwise_is_refused(lie, trained, tmp_path, capsys, 
     loud = jax.tree.map(lambda x: 3 * np.asarray(x), state.student.params)  # no chance of a tie
     config = config | {"script": "my_dr.py"}
     lying = data | {"config": {"script": "my_dr.py"}, "state": {"student": {"params": loud}}}
-    monkeypatch.setattr(evaluate, "read_config", lambda folder: config)
+    monkeypatch.setattr(evaluate, "read_config", lambda folder: dict(config))
     monkeypatch.setattr(evaluate, "read_checkpoint", lambda path: lying)
     out = tmp_path / "out"
     options = "--script", tmp_path / "my_dr.py", "--out", out
