@@ -185,10 +185,11 @@ def lstm_forward(carry, x, is_first, w, b):
         c, h = carry[0] * keep, carry[1]  # [H, B]; keep: 0 where o_t opens an episode, else 1
         z = w @ h * keep + x.T if projected else w @ jnp.concatenate([x.T, h * keep])
         i, f, g, o = jnp.split(z + b[:, None], 4)
-        gates = i, f, g, o = nn.sigmoid(i), nn.sigmoid(f), jnp.tanh(g), nn.sigmoid(o)
+        i, f, g, o = nn.sigmoid(i), nn.sigmoid(f), jnp.tanh(g), nn.sigmoid(o)
         c_next = f * c + i * g
         h_next = o * jnp.tanh(c_next)
-        return (c_next, h_next), (h_next.T, (gates, c))
+        saved = i, f, g, o, c
+        return (c_next, h_next), (h_next.T, jnp.stack(saved) if on_gpu() else saved)
 
     projected, keep = w.shape[1] == carry[1].shape[1], 1.0 - is_first[:, None]
     (c, h), (hs, saved) = scan(step, (carry[0].T, carry[1].T), (x, keep))
@@ -197,7 +198,7 @@ def lstm_forward(carry, x, is_first, w, b):
 
 def lstm_backward(residuals, gradients):
     def step(d_carry, inputs):
-        d_h, ((i, f, g, o), c), keep = inputs
+        d_h, (i, f, g, o, c), keep = inputs
         d_h, tanh_c = d_carry[1] + d_h.T, jnp.tanh(f * c + i * g)
         d_c = d_carry[0] + d_h * o * (1 - tanh_c**2)
         d_gates = d_c * g, d_c * c, d_c * i, d_h * tanh_c
