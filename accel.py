@@ -182,6 +182,17 @@ class RunnerState(struct.PyTreeNode):
 # --- network
 
 
+def on_gpu():
+    """There time goes by the number of kernels, on a CPU by arithmetic and memory: for either a
+    form is chosen of scans, of projections and of sums over time, that gives the same."""
+    return jax.default_backend() != "cpu"
+
+
+def scan(step, carry, xs, reverse=False):
+    """jax.lax.scan; on a GPU four steps a trip: a quarter of the CUDA graphs, half the copies."""
+    return jax.lax.scan(step, carry, xs, reverse=reverse, unroll=4 if on_gpu() else 1)
+
+
 @jax.custom_vjp
 def lstm(carry, x, is_first, w, b):
     """LSTM (Hochreiter 1997): x [T, B, I], w [4H, I + H], b [4H] -> carry, h [T, B, H]; or, of
@@ -195,22 +206,23 @@ def lstm(carry, x, is_first, w, b):
 def lstm_forward(carry, x, is_first, w, b):
     def step(carry, inputs):
         x, keep = inputs
-        c, h = carry[0] * keep, carry[1] * keep  # [H, B], zero where o_t opens an episode
-        z = w @ h + x.T if projected else w @ jnp.concatenate([x.T, h])
+        c, h = carry[0] * keep, carry[1]  # [H, B]; keep: 0 where o_t opens an episode, else 1
+        z = w @ h * keep + x.T if projected else w @ jnp.concatenate([x.T, h * keep])
         i, f, g, o = jnp.split(z + b[:, None], 4)
-        gates = i, f, g, o = nn.sigmoid(i), nn.sigmoid(f), jnp.tanh(g), nn.sigmoid(o)
+        i, f, g, o = nn.sigmoid(i), nn.sigmoid(f), jnp.tanh(g), nn.sigmoid(o)
         c_next = f * c + i * g
         h_next = o * jnp.tanh(c_next)
-        return (c_next, h_next), (h_next.T, (gates, c))
+        saved = i, f, g, o, c
+        return (c_next, h_next), (h_next.T, jnp.stack(saved) if on_gpu() else saved)
 
     projected, keep = w.shape[1] == carry[1].shape[1], 1.0 - is_first[:, None]
-    (c, h), (hs, saved) = jax.lax.scan(step, (carry[0].T, carry[1].T), (x, keep))
+    (c, h), (hs, saved) = scan(step, (carry[0].T, carry[1].T), (x, keep))
     return ((c.T, h.T), hs), (x, carry[1], hs, saved, keep, w)
 
 
 def lstm_backward(residuals, gradients):
     def step(d_carry, inputs):
-        d_h, ((i, f, g, o), c), keep = inputs
+        d_h, (i, f, g, o, c), keep = inputs
         d_h, tanh_c = d_carry[1] + d_h.T, jnp.tanh(f * c + i * g)
         d_c = d_carry[0] + d_h * o * (1 - tanh_c**2)
         d_gates = d_c * g, d_c * c, d_c * i, d_h * tanh_c
@@ -221,7 +233,7 @@ def lstm_backward(residuals, gradients):
 
     (x, h_0, hs, saved, keep, w), ((d_c, d_h), d_hs) = residuals, gradients
     projected, inputs = w.shape[1] == h_0.shape[1], (d_hs, saved, keep)
-    (d_c, d_h), (d_z, d_x) = jax.lax.scan(step, (d_c.T, d_h.T), inputs, reverse=True)
+    (d_c, d_h), (d_z, d_x) = scan(step, (d_c.T, d_h.T), inputs, reverse=True)
     h = jnp.concatenate([h_0[None], hs[:-1]]) * keep.swapaxes(1, 2)  # before each step
     xh = h if projected else jnp.concatenate([x, h], axis=-1)
     flat = lambda x: x.reshape(-1, x.shape[-1])  # [T * B, ...]
@@ -244,7 +256,7 @@ def gru(carry, x, is_first, w, b):
         h = (1 - u) * jnp.tanh(zn + r * hn) + u * h
         return h, h
 
-    return jax.lax.scan(step, carry, (x + b, 1.0 - is_first[..., None]))
+    return scan(step, carry, (x + b, 1.0 - is_first[..., None]))
 
 
 class GatedCore(nn.Module):
@@ -261,7 +273,7 @@ class GatedCore(nn.Module):
     def __call__(self, carry, x, is_first):
         if self.rnn == "none":
             return carry, x
-        scan, gates = {"lstm": (lstm, 4), "gru": (gru, 3)}[self.rnn]
+        core, gates = {"lstm": (lstm, 4), "gru": (gru, 3)}[self.rnn]
         project = self.rnn == "gru" or x.shape[-1] > gates * self.size  # wide inputs, a teacher's
         if project:  # all steps in one product; the barrier as in lstm_backward
             x = nn.Dense(gates * self.size, use_bias=False)(x)
@@ -275,7 +287,11 @@ class GatedCore(nn.Module):
             return jnp.hstack([*w_x, w_h])
 
         bias = self.param("bias", nn.initializers.zeros, gates * self.size)
-        return scan(carry, x, is_first, self.param("kernel", kernel), bias)
+        w = self.param("kernel", kernel)
+        if self.rnn == "lstm" and not project and len(x) > 1 and on_gpu():  # as well
+            w_x, w = jnp.split(w, [x.shape[-1]], axis=1)
+            x = x @ w_x.T
+        return core(carry, x, is_first, w, bias)
 
 
 def orthogonal(scale):
@@ -289,6 +305,13 @@ def make_core(rnn, size, s5_layers, s5_norm):
     if rnn == "s5":
         return S5(d_model=size, ssm_size=max(size // 4 * 4, 4), n_layers=s5_layers, norm=s5_norm)
     return GatedCore(rnn, size)
+
+
+class Embed(nn.Embed):
+    """As a sum over rows, so is its gradient: on a GPU a scatter's may differ from run to run."""
+
+    def __call__(self, x):
+        return (nn.one_hot(x, self.num_embeddings)[..., None] * self.embedding).sum(-2)
 
 
 def convolution(image, filters):
@@ -309,7 +332,7 @@ class ActorCritic(nn.Module):
 
     @nn.compact
     def __call__(self, carry, obs, is_first):
-        direction = nn.Embed(4, 5, embedding_init=orthogonal(1.0))(obs.direction)
+        direction = Embed(4, 5, embedding_init=orthogonal(1.0))(obs.direction)
         x = jnp.concatenate([convolution(obs.image, 16), direction], axis=-1)  # [T, B, 149]
         carry, x = self.core(carry, x, is_first)
         hidden = lambda: jnp.tanh(nn.Dense(32, kernel_init=orthogonal(2**0.5))(x))
@@ -321,18 +344,22 @@ class ActorCritic(nn.Module):
 # --- pure functions
 
 
+def discounted_sums(x, discount):
+    """y_t = x_t + discount_t y_{t+1}, [T, B]; on a GPU by doubling, in log2(T) passes."""
+    if not on_gpu():
+        back = lambda y, inputs: (inputs[0] + inputs[1] * y,) * 2
+        return jax.lax.scan(back, jnp.zeros_like(x[0]), (x, discount), reverse=True)[1]
+    later = lambda x, n: jnp.pad(x[n:], [(0, n), (0, 0)])
+    for n in [2**i for i in range((len(x) - 1).bit_length())]:  # y_t sums 1, 2, 4, ... terms
+        x, discount = x + discount * later(x, n), discount * later(discount, n)
+    return x
+
+
 def gae(batch, last_value, gamma, gae_lambda):
     """A_t = delta_t + gamma lambda (1 - d_t) A_{t+1} (1506.02438, eq. 16), advantages [T, B]."""
-
-    def back(carry, x):
-        advantage, next_value = carry
-        reward, value, keep = x
-        delta = reward + gamma * next_value * keep - value
-        advantage = delta + gamma * gae_lambda * keep * advantage
-        return (advantage, value), advantage
-
-    inputs = batch.reward, batch.value, 1.0 - batch.done
-    return jax.lax.scan(back, (jnp.zeros_like(last_value), last_value), inputs, reverse=True)[1]
+    keep, next_value = 1.0 - batch.done, jnp.concatenate([batch.value[1:], last_value[None]])
+    delta = batch.reward + gamma * next_value * keep - batch.value
+    return discounted_sums(delta, gamma * gae_lambda * keep)
 
 
 def first_episodes(reward, done):
@@ -356,13 +383,8 @@ def means(stats, weight=1.0):
 
 def episode_sums(x, done):
     """Sum of x over the episode so far, this step included [T, B]; whole where done."""
-
-    def add(so_far, inputs):
-        x, done = inputs
-        so_far = so_far + x
-        return jnp.where(done, 0.0, so_far), so_far
-
-    return jax.lax.scan(add, jnp.zeros(x.shape[1:]), (x, done))[1]
+    is_first = jnp.concatenate([jnp.ones_like(done[:1]), done[:-1]])
+    return discounted_sums(x[::-1], 1.0 - is_first[::-1])[::-1]
 
 
 def replay_probabilities(buffer, now, temperature, staleness_coef):
@@ -563,7 +585,7 @@ def make_train(config, devices=1):
 
         def play_chunk(carry, noise):
             memory = jax.tree.map(lambda x: x[None], carry[0])
-            carry, batch = jax.lax.scan(play_step, carry, noise)
+            carry, batch = scan(play_step, carry, noise)
             return carry, batch._replace(memory=memory)
 
         number = noise.shape[1]  # of trajectories on this device
@@ -891,7 +913,8 @@ COUNTERS = ("grad_updates", "rollouts")  # metrics that logs.csv needs
 PROGRESS = ("cycles", "seconds", "log_bytes", "where")  # in a checkpoint; all else stays the same
 CURVES = ("train_solve_rate", "eval_solve_rate")  # what curves.png and the progress bar show
 HELP = f"""{", ".join(PRESETS)}: what a preset in {SCRIPT} has; other flags then change it.
-Compiled programs are kept in ~/.cache/amaze: delete it freely."""
+Compiled programs are kept in ~/.cache/amaze: delete it freely. On a GPU products are TF32;
+JAX_DEFAULT_MATMUL_PRECISION=highest makes them float32."""
 FORMAT = b"amaze checkpoint 1 "  # how a checkpoint begins; then the checksum of what follows
 BEGUN = {"config.json", "levels", "lock", "logs.csv", "wandb"}  # in a folder from its beginning
 MOST = 2**16  # trainings of one run

@@ -338,6 +338,12 @@ def edit_level(rng, level, n_edits):
 # --- solver
 
 
+def _on_gpu():
+    """Whether a loop until something holds waits for the host at each trip, so that few, long trips
+    are faster, though they do more than is needed."""
+    return jax.default_backend() != "cpu"
+
+
 def _words(mask):
     """Bits [..., n] as words [..., ceil(n / 32)] uint32, the first in a word's lowest bit."""
     bits = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -mask.shape[-1] % 32)])
@@ -374,24 +380,26 @@ def solve(level):
     goal = _words((x == level.goal_pos[0]) & (y == level.goal_pos[1]))
     free = _words(~level.wall_map)
 
-    def spread(flood):
-        moved = _move(jnp.broadcast_to(flood.cells, flood.poses.shape), free)
-        turned = jnp.roll(flood.poses, 1, axis=0) | jnp.roll(flood.poses, -1, axis=0)
-        poses = flood.poses | turned | _move(flood.poses, free)
-        longer = jnp.where(jnp.any(flood.cells & goal), 0, 1)
+    def spread(cells, poses):
+        moved = _move(jnp.broadcast_to(cells, poses.shape), free)
+        turned = jnp.roll(poses, 1, axis=0) | jnp.roll(poses, -1, axis=0)
+        cells = cells | moved[0] | moved[1] | moved[2] | moved[3]
+        return cells, poses | turned | _move(poses, free)
+
+    def trip(flood):
+        cells, poses, path_length, n_actions, _ = flood
+        for _ in range(16 if _on_gpu() else 1):  # beyond the goal they change no count
+            path_length += jnp.where(jnp.any(cells & goal), 0, 1)
+            n_actions += jnp.where(jnp.any(poses & goal), 0, 1)
+            cells, poses = spread(cells, poses)
         # The cells settle no later than the poses do: a move between cells is at least one action.
-        return Flood(
-            cells=flood.cells | moved[0] | moved[1] | moved[2] | moved[3],
-            poses=poses,
-            path_length=flood.path_length + longer,
-            n_actions=flood.n_actions + 1,
-            goes_on=jnp.any(poses != flood.poses) & ~jnp.any(poses & goal),
-        )
+        goes_on = jnp.any(poses != flood.poses) & ~jnp.any(poses & goal)
+        return Flood(cells, poses, path_length, n_actions, goes_on)
 
     zero = jnp.zeros((), jnp.int32)
     poses = jnp.where(jnp.arange(4)[:, None, None] == level.agent_dir, start, 0)
     flood = Flood(start, poses, zero, zero, ~jnp.any(start & goal))
-    flood = jax.lax.while_loop(lambda flood: flood.goes_on, spread, flood)
+    flood = jax.lax.while_loop(lambda flood: flood.goes_on, trip, flood)
     solvable = jnp.any(flood.poses & goal)
     path_length = jnp.where(solvable, flood.path_length, -1)
     return Solution(path_length, jnp.where(solvable, flood.n_actions, -1), solvable)
@@ -595,10 +603,16 @@ def sample_simple_crossing(rng):
 def sample_solvable(rng, sample=sample_level):
     """Uniformly random solvable 60-wall 13 x 13 level, or another sample's, by rejection."""
 
-    def draw(carry):
-        rng, rng_level = jax.random.split(carry[0])
-        level = sample(rng_level)
-        return rng, level, solve(level).solvable
+    def split(rng, _):
+        rng, rng_level = jax.random.split(rng)
+        return rng, rng_level
+
+    def draw(carry):  # as many as a trip has, of which the first solvable one counts
+        number = 8 if _on_gpu() else 1
+        rng, rngs = jax.lax.scan(split, carry[0], length=number, unroll=number)
+        levels = jax.vmap(sample)(rngs)
+        solvable = jax.vmap(solve)(levels).solvable
+        return rng, jax.tree.map(lambda x: x[jnp.argmax(solvable)], levels), jnp.any(solvable)
 
     none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sample, rng))
     _, level, _ = jax.lax.while_loop(lambda carry: ~carry[2], draw, (rng, none, False))

@@ -274,8 +274,10 @@ def make_player(train, tags, opening, parts, env):
         def open_next(old):
             return jax.tree.map(partial(jax.vmap(jnp.where), begins), opening(turn), old)
 
-        old = lanes.obs, lanes.state
-        obs, state = jax.lax.cond(begins.any(), open_next, lambda old: old, old)
+        number, old = begins.sum(), (lanes.obs, lanes.state)
+        if jax.default_backend() != "cpu":  # of all players together, so that it stays a branch
+            number = jax.lax.psum(number, "players")
+        obs, state = jax.lax.cond(number > 0, open_next, lambda old: old, old)
         noise = jax.vmap(partial(gumbel, rng, env=env))(tags[turn], t)
         memory, action = train.act(params, lanes.memory, obs, begins, noise)[:2]
         obs, state, reward, done = jax.vmap(train.step)(state, action)
@@ -296,7 +298,7 @@ def make_program(player, devices):
         return jax.lax.map(lambda arguments: player(*arguments), players)
 
     # on a CPU a device's players take turns, which is faster there, else they are vmapped
-    of_all = in_turn if jax.default_backend() == "cpu" else jax.vmap(player)
+    of_all = in_turn if jax.default_backend() == "cpu" else jax.vmap(player, axis_name="players")
     dealt = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec("devices"))
     specs = dict(in_specs=dealt.spec, out_specs=dealt.spec, check_vma=False)
     program = jax.shard_map(of_all, mesh=dealt.mesh, **specs)

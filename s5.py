@@ -64,9 +64,12 @@ def scan(Lambda_bar, keep, x, Bu, reverse=False):
         return x, jax.lax.dynamic_update_index_in_dim(xs, x, at(i), 1)
 
     one = jnp.zeros_like(Lambda_bar).at[0].set(1.0)
-    ends, power = jax.lax.fori_loop(0, L, step_from_zero, (jnp.zeros_like(Bu[:, 0]), one))
-    _, x = jax.lax.scan(next_chunk, x, (keep.prod(1), ends), reverse=reverse)  # x before each chunk
-    _, xs = jax.lax.fori_loop(0, L, step, (x, Bu))
+    unroll = jax.default_backend() != "cpu"  # a GPU's time goes by the number of kernels
+    start = jnp.zeros_like(Bu[:, 0]), one
+    ends, power = jax.lax.fori_loop(0, L, step_from_zero, start, unroll=unroll)
+    chunks = keep.prod(1), ends
+    _, x = jax.lax.scan(next_chunk, x, chunks, reverse=reverse, unroll=unroll)  # x before each
+    _, xs = jax.lax.fori_loop(0, L, step, (x, Bu), unroll=unroll)
     return xs.reshape(T, *xs.shape[2:])
 
 

@@ -624,6 +624,25 @@ def test_sizes_of_perfect_mazes():
 
 
 @pytest.mark.slow
+def test_floods_and_draws_for_a_gpu_give_the_same(monkeypatch):
+    """Many steps a trip, many levels a draw: some paths longer, some levels unsolvable."""
+    sample = lambda rng: amaze.sample_level(rng, 22, 6, 7)
+    out = []
+    for platform in ("cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        draw = lambda rng: (sample(rng), amaze.sample_solvable(rng, sample))
+        solved = lambda levels: jax.tree.map(jax.vmap(amaze.solve), levels, is_leaf=is_level)
+        is_level = lambda x: isinstance(x, amaze.Level)
+        levels = jax.jit(jax.vmap(draw))(keys(4, 200))
+        out.append(host((levels, jax.jit(solved)(levels))))
+    assert jax.tree.all(jax.tree.map(np.array_equal, *out))
+    any_level, solvable = out[0][1]
+    assert solvable.solvable.all()
+    assert 0.1 < any_level.solvable.mean() < 0.6  # more than eight draws for some
+    assert any_level.n_actions.max() > 16
+
+
+@pytest.mark.slow
 def test_sampled_mazes_are_solvable():
     levels = sampled("Sampled", 500)
     solution = host(solve_batch(levels))

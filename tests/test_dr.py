@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections import deque
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import flax.linen as nn
@@ -159,6 +159,35 @@ def core_inputs(gates, seed=0, T=7, B=3, H=5, I=4):
     return (draw(B, H), draw(B, H)), draw(T, B, I or gates * H), is_first, w, b
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rnn", ["lstm", "gru", "s5"])
+def test_the_forms_for_a_gpu_equal_those_for_a_cpu(rnn, monkeypatch):
+    """A whole update, of chunks that four steps do not divide."""
+    sizes = dict(num_steps=36, bptt_horizon=9, max_steps=7)
+    config = replace(SMALL, rnn=rnn, solvable_only=True, **sizes)
+    state, out = start(config), []
+    for platform in ("cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        assert dr.on_gpu() == (platform == "gpu")
+        train = dr.make_train(config)
+        out.append(numbers(jax.jit(partial(train.update, cycles=1))(state)))
+    assert close(*out)
+    assert not close(out[0][0].student.params, state.student.params)
+
+
+def test_embedding_is_flax_s_without_a_scatter():
+    index = np.arange(12).reshape(3, 4) % 5
+    ours, flax_s = (x(5, 6, embedding_init=dr.orthogonal(1.0)) for x in (dr.Embed, nn.Embed))
+    params = flax_s.init(SEED, index)
+    assert close(ours.init(SEED, index), params, 0)
+    assert close(ours.apply(params, index), flax_s.apply(params, index), 0)
+    gradient = lambda embed: jax.grad(lambda p: (embed.apply(p, index) ** 3).sum())
+    assert close(gradient(ours)(params), gradient(flax_s)(params))
+    text = {x: str(jax.make_jaxpr(gradient(x))(params)) for x in (ours, flax_s)}
+    assert "scatter" in text[flax_s]
+    assert "scatter" not in text[ours]
+
+
 def test_gru_equals_a_plain_loop():
     (_, h), *inputs = core_inputs(3, I=0)
     assert close(dr.gru(h, *inputs), plain_gru(h, *inputs))
@@ -274,7 +303,9 @@ def random_rewards(T=40, B=5, share=0.2):
     return reward, value, random.normal(size=B).astype(np.float32), done
 
 
-def test_gae_is_the_discounted_sum_of_td_errors():
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_gae_is_the_discounted_sum_of_td_errors(platform, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
     gamma, gae_lambda = 0.9, 0.7
     reward, value, last_value, done = random_rewards()
     T, B = reward.shape

@@ -37,7 +37,7 @@ CHANGES = {
     "amaze.reset(level, max_steps, see_through_walls)": "amaze.reset(level, max_steps)",
     "amaze.sample_level(rng, config.n_walls, config.height, config.width)":
         "amaze.sample_level(rng, config.steepness)",
-    "        direction = nn.Embed(4, 5, embedding_init=orthogonal(1.0))(obs.direction)\n": "",
+    "        direction = Embed(4, 5, embedding_init=orthogonal(1.0))(obs.direction)\n": "",
     "jnp.concatenate([convolution(obs.image, 16), direction], axis=-1)  # [T, B, 149]":
         "nn.tanh(nn.Dense(16)(obs.place))",
 }  # fmt: skip

@@ -179,8 +179,21 @@ def test_neither_batch_size_nor_vmap_matters(monkeypatch):
     """On a GPU agents play vmapped, on a CPU in turn."""
     in_turn, agents = played(0), random_agents()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    real, texts = evaluate.make_program, []
+
+    def make_program(*args):
+        program, dealt = real(*args)
+
+        def recorded(*args):
+            texts.append(program.lower(*args).as_text())
+            return program(*args)
+
+        return recorded, dealt
+
+    monkeypatch.setattr(evaluate, "make_program", make_program)
     vmapped = evaluate.play(*agents, some_mazes(4), 4, batch_size=3)
     assert all(np.array_equal(x, y) for x, y in zip(in_turn, vmapped))
+    assert "stablehlo.case" in texts[0]  # opening the next episodes stays a branch
 
 
 @pytest.mark.slow
