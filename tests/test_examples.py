@@ -30,7 +30,7 @@ MORE = {"dr": [], "plr": REPLAY, "accel": [*REPLAY, "--num-edits", "2"],
 
 def example(name):
     """The module, where its package is installed."""
-    pytest.importorskip({"cartpole": "gymnax", "craftax": "craftax"}[name])
+    pytest.importorskip({"cartpole": "gymnax", "craftax": "craftax", "navix": "navix"}[name])
     spec = importlib.util.spec_from_file_location(f"{name}_levels", ROOT / f"examples/{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -38,12 +38,12 @@ def example(name):
     return module
 
 
-def commands(name):
-    """Those of the docstring: patch, the flags of the training."""
+def commands(name, of_paired=False):
+    """Those of the docstring: cp, patch, the flags of the training."""
     text = ast.get_docstring(ast.parse((ROOT / f"examples/{name}.py").read_text()))
     lines = re.findall(r"(?m)^    ((?:cp|patch|python) (?:.*\\\n)*.*)$", text)
     lines = [shlex.split(x.replace("\\\n", ""), comments=True) for x in lines]
-    [patch] = [x for x in lines if x[:1] == ["patch"]]
+    [patch] = [x for x in lines if x[:1] == ["patch"] and ("paired.py" in x) == of_paired]
     [copy] = [x for x in lines if x[:1] == ["cp"]]
     [train] = [x for x in lines if x[:2] == ["python", patch[2]]]
     return copy, patch, train[2 : train.index("--out")]
@@ -56,7 +56,7 @@ def script(tmp):
         pytest.skip("there is no `patch` here")
 
     def script(environment, name):
-        copy, patch, _ = commands(environment)
+        copy, patch, _ = commands(environment, of_paired=name == "paired")
         patch = [re.sub(r"(?<![a-z])(plr|accel)(?=\.py)", name, x) for x in patch]
         if not (tmp / patch[2]).exists():
             for words in copy, patch:
@@ -258,6 +258,52 @@ def test_levels_of_cartpole(cartpole):
     assert len({x.tobytes() for x in np.asarray(codes)}) == 200
     heavy = cartpole.TEST_MAZES["Freight"][0](rngs[0]).physics
     np.testing.assert_allclose(heavy, [19.6, 4, 0.8, 0.5, 5], 1e-6)
+
+
+def test_designs_of_cartpole(cartpole):
+    """The teacher's numbers, one a step, by hand; the start is drawn, and the noise is new."""
+    steps, choices = cartpole.teacher_size()
+    assert (steps, choices) == (5, 9)
+    for spread, actions in (1.0, [0, 8, 4, 2, 7]), (0.5, [8, 0, 1, 4, 4]):
+        powers, chosen = spread * (np.array(actions) / 4 - 1), np.zeros(5)
+        obs, state = cartpole.teacher_reset(jax.random.key(3), spread)
+        seen, starts = [obs], [state.level.start]
+        for t, action in enumerate(actions):
+            np.testing.assert_allclose(seen[-1].powers, chosen, atol=1e-5)
+            assert seen[-1].time == t
+            obs, state, done = cartpole.teacher_step(jax.random.key(t), state, action)
+            seen, starts = [*seen, obs], [*starts, state.level.start]
+            chosen[t] = powers[t]
+            assert done == (t == 4)
+        np.testing.assert_allclose(
+            state.level.physics, cartpole.NOMINAL * cartpole.FACTOR**powers, 1e-5)  # fmt: skip
+        assert len({x.noise.tobytes() for x in seen}) == 6
+        assert len({np.asarray(x).tobytes() for x in starts}) == 1
+    other = cartpole.teacher_reset(jax.random.key(4))[1].level.start
+    assert (abs(other) <= 0.05).all()
+    assert (other != starts[0]).all()
+
+
+def test_paired_on_cartpole(tmp, train, script, cartpole):
+    """Four cycles: the teacher's designs are drawn from all of the physics, and it learns."""
+    path = script("cartpole", "paired")
+    more = "--num-updates 4 --archive-interval 2 --max-steps 60 --num-steps 64".split()
+    flags = [*commands("cartpole", True)[2], *TINY, *more]
+    train(*flags, "--out", tmp / "paired", script=path)
+    rows = table(tmp / "paired")
+    assert [int(x["update"]) for x in rows] == [2, 4]
+    for number, low, high in zip(
+        cartpole.NAMES, cartpole.NOMINAL / cartpole.FACTOR, cartpole.NOMINAL * cartpole.FACTOR
+    ):
+        values = measured(rows, number)
+        assert len({*values}) == 2
+        assert low < min(values) < max(values) < high
+    assert all(0 < x < 1 for x in measured(rows, "regret"))
+    assert all(1 < x <= np.log(9) + 1e-5 for x in measured(rows, "teacher_entropy"))
+    assert measured(rows, "teacher_grad_norm")[-1] > 0
+    assert Image.open(tmp / "paired/levels/update_4.png").width > 1000
+    train("--resume", "--out", rewind(tmp / "paired", tmp / "paired again", 2), script=path)
+    assert_equal(tmp / "paired", tmp / "paired again")
 
 
 def test_pictures_of_cartpole(cartpole):
