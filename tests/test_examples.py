@@ -468,3 +468,144 @@ def test_a_training_on_craftax(tmp, train, call, script, craftax):
     assert "World1" in out, err
     assert Image.open(folder / "film_craftax_12_World1.gif").size == (144, 144)
     assert Image.open(folder / "levels/update_12.png").width > 1000
+
+
+# --- NAVIX
+
+
+@pytest.fixture(scope="module")
+def navix():
+    if sys.version_info < (3, 12):
+        pytest.skip("navix 4 needs Python 3.12")
+    return example("navix")
+
+
+def test_navix_is_its_package(navix):
+    """Its own environment step by step, on the layouts that it draws: what is seen (but for what
+    the player carries, which only the module shows), rewards, ends, then the next layout."""
+    import navix as package
+
+    see = package.observations.symbolic_first_person
+    env = package.make("Navix-DoorKey-Random-5x5-v0", observation_fn=see, max_steps=90)
+    keys = jax.random.split(jax.random.key(0), 3)
+    draw = partial(navix.sample_level, n_walls=0, height=3, width=3)
+    obs, state = navix.reset(jax.vmap(draw)(keys), 90)
+    theirs = env.reset(keys[0])
+    move, step = jax.jit(navix.step_and_reset), jax.jit(env.step)
+    rewards, lengths, carried, opened = [], [], 0, 0
+    often = [0.15, 0.15, 0.4, 0.1, 0.02, 0.15, 0.03]  # left, right, forward, ...
+    for action in np.random.default_rng(0).choice(7, 900, p=often):
+        image = np.array(theirs.observation)
+        assert image[-1, 3].tolist() == [1, 0, 0]
+        if theirs.state.get_player().pocket != -1:
+            image[-1, 3, 0], carried = 5, carried + 1
+        np.testing.assert_array_equal(obs, image)
+        opened += int(theirs.state.get_doors().open[0])
+        theirs = step(theirs, int(action))
+        obs, state, reward, done = move(state, int(action))
+        assert reward == theirs.reward
+        assert done == theirs.is_done()
+        if done:
+            rewards.append(float(reward))
+            lengths.append(int(theirs.t))
+            theirs = env.reset(keys[len(rewards) % 3])
+    assert {*rewards} == {0, 1}
+    assert max(lengths) == 90
+    assert min(carried, opened) > 20
+    assert navix.solved(np.array([0.0, 1.0])).tolist() == [False, True]
+
+
+def reached(walls, start):
+    """Cells that a walk of one after the other comes to."""
+    seen, todo = {start}, [start]
+    while todo:
+        y, x = todo.pop()
+        for cell in (y + 1, x), (y - 1, x), (y, x + 1), (y, x - 1):
+            inside = 0 <= cell[0] < len(walls) and 0 <= cell[1] < len(walls[0])
+            if inside and not walls[cell] and cell not in seen:
+                seen.add(cell)
+                todo.append(cell)
+    return seen
+
+
+def test_levels_of_navix(navix):
+    rngs = jax.random.split(jax.random.key(0), 300)
+    levels = jax.vmap(partial(navix.sample_level, n_walls=9, height=5, width=6))(rngs)
+    one = jax.vmap(lambda *x: navix.edit_level(*x, 1))(rngs, levels)
+    some = jax.jit(jax.vmap(lambda *x: navix.edit_level(*x, 12)))(rngs, levels)
+    can = jax.jit(jax.vmap(lambda level: navix.level_stats(level, 9)["solvable"]))
+    found = []
+    for batch in levels, one, some:
+        for walls, places, direction, solvable in zip(
+            *map(np.asarray, batch), np.asarray(can(batch))
+        ):
+            player, key, door, goal = map(tuple, places.tolist())
+            assert (places >= 0).all()
+            assert (places < (5, 6)).all()
+            assert len({player, key, door, goal}) == 4
+            assert max(player[1], key[1]) < door[1] < goal[1]
+            assert not any(walls[place] for place in (player, key, door, goal))
+            assert walls[:, door[1]].sum() == 4
+            assert direction in range(4)
+            at_home = reached(walls | (np.arange(6) == door[1]), player)
+            assert solvable == (key in at_home and goal in reached(walls, player))
+            found.append(bool(solvable))
+    assert 0.2 < np.mean(found) < 0.8
+    walls = np.asarray(levels.wall_map).sum((1, 2)) - 4
+    assert walls.max() <= 9
+    assert 3 < walls.mean() < 7
+    flipped = (np.asarray(one.wall_map) != np.asarray(levels.wall_map)).sum((1, 2))
+    moved = (np.asarray(one.places) != np.asarray(levels.places)).any(2)
+    assert (flipped <= 2).all()  # the door's old cell and its new one
+    assert (moved.sum(1) <= 1).all()
+    assert moved.any(0).all()
+    assert ((flipped == 2) == moved[:, 2]).all()
+    assert 0.25 < (flipped == 1).mean() < 0.6
+    assert (one.direction == levels.direction).all()
+    codes = np.concatenate([jax.vmap(navix.level_code)(x) for x in (levels, some, levels)])
+    assert 590 < len({x.tobytes() for x in codes}) <= 600
+    fine = jax.vmap(lambda rng: navix.sample_solvable(rng, partial(navix.sample_level, n_walls=12)))
+    fine = fine(rngs[:50])
+    assert can(fine).all()
+    assert len({x.tobytes() for x in np.asarray(jax.vmap(navix.level_code)(fine))}) == 50
+
+
+def test_pictures_of_navix(navix):
+    """Its own, of half the size."""
+    import navix as package
+
+    env = package.make("Navix-DoorKey-Random-8x8-v0", observation_fn=package.observations.rgb)
+    theirs = env.reset(jax.random.key(3))
+    level = navix.sample_level(jax.random.key(3), n_walls=0)
+    _, state = navix.reset(level, 9)
+    np.testing.assert_array_equal(navix.render(level), theirs.observation[::2, ::2])
+    for action in 0, 2, 2:
+        theirs, state = env.step(theirs, action), navix.step(state, action)[1]
+        np.testing.assert_array_equal(navix.render(state.state), theirs.observation[::2, ::2])
+    assert (navix.render(state.state) != navix.render(level)).any()
+
+
+@pytest.mark.parametrize("name", ["plr", *(pytest.param(x, marks=pytest.mark.slow)
+                                           for x in ("dr", "accel", "sfl"))])  # fmt: skip
+def test_a_training_on_navix(tmp, train, call, script, navix, name):
+    path, folder = script("navix", name), tmp / f"navix {name}"
+    flags = commands("navix")[2][: None if name in ("plr", "accel") else -2]
+    more = "--height 3 --width 3 --n-walls 1 --max-steps 30 --num-steps 32 --bptt-horizon 16"
+    flags = [*flags, *TINY, *MORE[name], *more.split(), "--eval-suite", "DoorKey5"]
+    options = dict(env={"PYTHONPATH": str(ROOT)})  # with wandb, which NAVIX imports
+    train(*flags, "--out", folder, script=path, **options)
+    rows = table(folder)
+    of_levels = {"dr": "", "plr": "buffer_", "accel": "child_", "sfl": "replay_"}[name]
+    assert len({*measured(rows, of_levels + "walls")}) > 1
+    assert int(rows[-1]["grad_updates"]) > 1
+    assert max(measured(rows, "train_return")) > 0
+    if name == "plr":
+        train("--resume", "--out", rewind(folder, tmp / "navix again", 8), script=path, **options)
+        assert_equal(folder, tmp / "navix again")
+    more = "--mazes", "DoorKey5,DoorKey6", "--episodes", 2, "--gif", "DoorKey6"
+    status, out, err = call(folder, "--script", path, *more, script=ROOT / "evaluate.py", **options)
+    assert status == 0, err
+    assert "DoorKey6" in out, err
+    film = Image.open(folder / f"film_navix {name}_12_DoorKey6.gif")
+    assert film.size == (96, 96)
+    assert Image.open(folder / "levels/update_12.png").width > 1000
