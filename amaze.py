@@ -952,6 +952,11 @@ def _teacher_observe(rng, state):
     return TeacherObservation(image.astype(jnp.uint8), state.t, jax.random.uniform(rng, (50,)))
 
 
+def teacher_size(n_walls=60, height=13, width=13):
+    """Steps of a design, and actions at each: the cells."""
+    return n_walls + 2, height * width
+
+
 def teacher_reset(rng, n_walls=60, height=13, width=13):
     """An empty grid to design on: (TeacherObservation, TeacherState)."""
     _check_room(n_walls, height, width)

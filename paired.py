@@ -427,7 +427,7 @@ def make_train(config, devices=1):
     optimiser = lambda lr: optax.chain(clip, optax.adam(lr, eps=1e-5))
     level_stats = jax.vmap(lambda level: amaze.level_stats(level, config.max_steps))
     grid = dict(n_walls=config.n_walls, height=config.height, width=config.width)
-    cells, num_places = config.height * config.width, config.n_walls + 2
+    num_places, cells = amaze.teacher_size(**grid)
     rnn, size = config.teacher_rnn, config.teacher_hidden_size
     teacher_core = make_core(rnn, size, config.s5_layers, config.s5_norm)
     teacher_network = TeacherActorCritic(teacher_core, config.teacher_filters, num_places, cells)

@@ -30,7 +30,7 @@ MORE = {"dr": [], "plr": REPLAY, "accel": [*REPLAY, "--num-edits", "2"],
 
 def example(name):
     """The module, where its package is installed."""
-    pytest.importorskip({"cartpole": "gymnax", "craftax": "craftax"}[name])
+    pytest.importorskip({"cartpole": "gymnax", "craftax": "craftax", "navix": "navix"}[name])
     spec = importlib.util.spec_from_file_location(f"{name}_levels", ROOT / f"examples/{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -38,12 +38,12 @@ def example(name):
     return module
 
 
-def commands(name):
-    """Those of the docstring: patch, the flags of the training."""
+def commands(name, of_paired=False):
+    """Those of the docstring: cp, patch, the flags of the training."""
     text = ast.get_docstring(ast.parse((ROOT / f"examples/{name}.py").read_text()))
     lines = re.findall(r"(?m)^    ((?:cp|patch|python) (?:.*\\\n)*.*)$", text)
     lines = [shlex.split(x.replace("\\\n", ""), comments=True) for x in lines]
-    [patch] = [x for x in lines if x[:1] == ["patch"]]
+    [patch] = [x for x in lines if x[:1] == ["patch"] and ("paired.py" in x) == of_paired]
     [copy] = [x for x in lines if x[:1] == ["cp"]]
     [train] = [x for x in lines if x[:2] == ["python", patch[2]]]
     return copy, patch, train[2 : train.index("--out")]
@@ -56,7 +56,7 @@ def script(tmp):
         pytest.skip("there is no `patch` here")
 
     def script(environment, name):
-        copy, patch, _ = commands(environment)
+        copy, patch, _ = commands(environment, of_paired=name == "paired")
         patch = [re.sub(r"(?<![a-z])(plr|accel)(?=\.py)", name, x) for x in patch]
         if not (tmp / patch[2]).exists():
             for words in copy, patch:
@@ -260,6 +260,52 @@ def test_levels_of_cartpole(cartpole):
     np.testing.assert_allclose(heavy, [19.6, 4, 0.8, 0.5, 5], 1e-6)
 
 
+def test_designs_of_cartpole(cartpole):
+    """The teacher's numbers, one a step, by hand; the start is drawn, and the noise is new."""
+    steps, choices = cartpole.teacher_size()
+    assert (steps, choices) == (5, 9)
+    for spread, actions in (1.0, [0, 8, 4, 2, 7]), (0.5, [8, 0, 1, 4, 4]):
+        powers, chosen = spread * (np.array(actions) / 4 - 1), np.zeros(5)
+        obs, state = cartpole.teacher_reset(jax.random.key(3), spread)
+        seen, starts = [obs], [state.level.start]
+        for t, action in enumerate(actions):
+            np.testing.assert_allclose(seen[-1].powers, chosen, atol=1e-5)
+            assert seen[-1].time == t
+            obs, state, done = cartpole.teacher_step(jax.random.key(t), state, action)
+            seen, starts = [*seen, obs], [*starts, state.level.start]
+            chosen[t] = powers[t]
+            assert done == (t == 4)
+        np.testing.assert_allclose(
+            state.level.physics, cartpole.NOMINAL * cartpole.FACTOR**powers, 1e-5)  # fmt: skip
+        assert len({x.noise.tobytes() for x in seen}) == 6
+        assert len({np.asarray(x).tobytes() for x in starts}) == 1
+    other = cartpole.teacher_reset(jax.random.key(4))[1].level.start
+    assert (abs(other) <= 0.05).all()
+    assert (other != starts[0]).all()
+
+
+def test_paired_on_cartpole(tmp, train, script, cartpole):
+    """Four cycles: the teacher's designs are drawn from all of the physics, and it learns."""
+    path = script("cartpole", "paired")
+    more = "--num-updates 4 --archive-interval 2 --max-steps 60 --num-steps 64".split()
+    flags = [*commands("cartpole", True)[2], *TINY, *more]
+    train(*flags, "--out", tmp / "paired", script=path)
+    rows = table(tmp / "paired")
+    assert [int(x["update"]) for x in rows] == [2, 4]
+    for number, low, high in zip(
+        cartpole.NAMES, cartpole.NOMINAL / cartpole.FACTOR, cartpole.NOMINAL * cartpole.FACTOR
+    ):
+        values = measured(rows, number)
+        assert len({*values}) == 2
+        assert low < min(values) < max(values) < high
+    assert all(0 < x < 1 for x in measured(rows, "regret"))
+    assert all(1 < x <= np.log(9) + 1e-5 for x in measured(rows, "teacher_entropy"))
+    assert measured(rows, "teacher_grad_norm")[-1] > 0
+    assert Image.open(tmp / "paired/levels/update_4.png").width > 1000
+    train("--resume", "--out", rewind(tmp / "paired", tmp / "paired again", 2), script=path)
+    assert_equal(tmp / "paired", tmp / "paired again")
+
+
 def test_pictures_of_cartpole(cartpole):
     level = cartpole.place(jax.random.key(0), cartpole.NOMINAL)._replace(start=jnp.zeros(4))
     black = lambda picture: np.argwhere((picture[120:] == 0).all(-1)).mean(0)[1]
@@ -421,4 +467,145 @@ def test_a_training_on_craftax(tmp, train, call, script, craftax):
     assert status == 0, err
     assert "World1" in out, err
     assert Image.open(folder / "film_craftax_12_World1.gif").size == (144, 144)
+    assert Image.open(folder / "levels/update_12.png").width > 1000
+
+
+# --- NAVIX
+
+
+@pytest.fixture(scope="module")
+def navix():
+    if sys.version_info < (3, 12):
+        pytest.skip("navix 4 needs Python 3.12")
+    return example("navix")
+
+
+def test_navix_is_its_package(navix):
+    """Its own environment step by step, on the layouts that it draws: what is seen (but for what
+    the player carries, which only the module shows), rewards, ends, then the next layout."""
+    import navix as package
+
+    see = package.observations.symbolic_first_person
+    env = package.make("Navix-DoorKey-Random-5x5-v0", observation_fn=see, max_steps=90)
+    keys = jax.random.split(jax.random.key(0), 3)
+    draw = partial(navix.sample_level, n_walls=0, height=3, width=3)
+    obs, state = navix.reset(jax.vmap(draw)(keys), 90)
+    theirs = env.reset(keys[0])
+    move, step = jax.jit(navix.step_and_reset), jax.jit(env.step)
+    rewards, lengths, carried, opened = [], [], 0, 0
+    often = [0.15, 0.15, 0.4, 0.1, 0.02, 0.15, 0.03]  # left, right, forward, ...
+    for action in np.random.default_rng(0).choice(7, 900, p=often):
+        image = np.array(theirs.observation)
+        assert image[-1, 3].tolist() == [1, 0, 0]
+        if theirs.state.get_player().pocket != -1:
+            image[-1, 3, 0], carried = 5, carried + 1
+        np.testing.assert_array_equal(obs, image)
+        opened += int(theirs.state.get_doors().open[0])
+        theirs = step(theirs, int(action))
+        obs, state, reward, done = move(state, int(action))
+        assert reward == theirs.reward
+        assert done == theirs.is_done()
+        if done:
+            rewards.append(float(reward))
+            lengths.append(int(theirs.t))
+            theirs = env.reset(keys[len(rewards) % 3])
+    assert {*rewards} == {0, 1}
+    assert max(lengths) == 90
+    assert min(carried, opened) > 20
+    assert navix.solved(np.array([0.0, 1.0])).tolist() == [False, True]
+
+
+def reached(walls, start):
+    """Cells that a walk of one after the other comes to."""
+    seen, todo = {start}, [start]
+    while todo:
+        y, x = todo.pop()
+        for cell in (y + 1, x), (y - 1, x), (y, x + 1), (y, x - 1):
+            inside = 0 <= cell[0] < len(walls) and 0 <= cell[1] < len(walls[0])
+            if inside and not walls[cell] and cell not in seen:
+                seen.add(cell)
+                todo.append(cell)
+    return seen
+
+
+def test_levels_of_navix(navix):
+    rngs = jax.random.split(jax.random.key(0), 300)
+    levels = jax.vmap(partial(navix.sample_level, n_walls=9, height=5, width=6))(rngs)
+    one = jax.vmap(lambda *x: navix.edit_level(*x, 1))(rngs, levels)
+    some = jax.jit(jax.vmap(lambda *x: navix.edit_level(*x, 12)))(rngs, levels)
+    can = jax.jit(jax.vmap(lambda level: navix.level_stats(level, 9)["solvable"]))
+    found = []
+    for batch in levels, one, some:
+        for walls, places, direction, solvable in zip(
+            *map(np.asarray, batch), np.asarray(can(batch))
+        ):
+            player, key, door, goal = map(tuple, places.tolist())
+            assert (places >= 0).all()
+            assert (places < (5, 6)).all()
+            assert len({player, key, door, goal}) == 4
+            assert max(player[1], key[1]) < door[1] < goal[1]
+            assert not any(walls[place] for place in (player, key, door, goal))
+            assert walls[:, door[1]].sum() == 4
+            assert direction in range(4)
+            at_home = reached(walls | (np.arange(6) == door[1]), player)
+            assert solvable == (key in at_home and goal in reached(walls, player))
+            found.append(bool(solvable))
+    assert 0.2 < np.mean(found) < 0.8
+    walls = np.asarray(levels.wall_map).sum((1, 2)) - 4
+    assert walls.max() <= 9
+    assert 3 < walls.mean() < 7
+    flipped = (np.asarray(one.wall_map) != np.asarray(levels.wall_map)).sum((1, 2))
+    moved = (np.asarray(one.places) != np.asarray(levels.places)).any(2)
+    assert (flipped <= 2).all()  # the door's old cell and its new one
+    assert (moved.sum(1) <= 1).all()
+    assert moved.any(0).all()
+    assert ((flipped == 2) == moved[:, 2]).all()
+    assert 0.25 < (flipped == 1).mean() < 0.6
+    assert (one.direction == levels.direction).all()
+    codes = np.concatenate([jax.vmap(navix.level_code)(x) for x in (levels, some, levels)])
+    assert 590 < len({x.tobytes() for x in codes}) <= 600
+    fine = jax.vmap(lambda rng: navix.sample_solvable(rng, partial(navix.sample_level, n_walls=12)))
+    fine = fine(rngs[:50])
+    assert can(fine).all()
+    assert len({x.tobytes() for x in np.asarray(jax.vmap(navix.level_code)(fine))}) == 50
+
+
+def test_pictures_of_navix(navix):
+    """Its own, of half the size."""
+    import navix as package
+
+    env = package.make("Navix-DoorKey-Random-8x8-v0", observation_fn=package.observations.rgb)
+    theirs = env.reset(jax.random.key(3))
+    level = navix.sample_level(jax.random.key(3), n_walls=0)
+    _, state = navix.reset(level, 9)
+    np.testing.assert_array_equal(navix.render(level), theirs.observation[::2, ::2])
+    for action in 0, 2, 2:
+        theirs, state = env.step(theirs, action), navix.step(state, action)[1]
+        np.testing.assert_array_equal(navix.render(state.state), theirs.observation[::2, ::2])
+    assert (navix.render(state.state) != navix.render(level)).any()
+
+
+@pytest.mark.parametrize("name", ["plr", *(pytest.param(x, marks=pytest.mark.slow)
+                                           for x in ("dr", "accel", "sfl"))])  # fmt: skip
+def test_a_training_on_navix(tmp, train, call, script, navix, name):
+    path, folder = script("navix", name), tmp / f"navix {name}"
+    flags = commands("navix")[2][: None if name in ("plr", "accel") else -2]
+    more = "--height 3 --width 3 --n-walls 1 --max-steps 30 --num-steps 32 --bptt-horizon 16"
+    flags = [*flags, *TINY, *MORE[name], *more.split(), "--eval-suite", "DoorKey5"]
+    options = dict(env={"PYTHONPATH": str(ROOT)})  # with wandb, which NAVIX imports
+    train(*flags, "--out", folder, script=path, **options)
+    rows = table(folder)
+    of_levels = {"dr": "", "plr": "buffer_", "accel": "child_", "sfl": "replay_"}[name]
+    assert len({*measured(rows, of_levels + "walls")}) > 1
+    assert int(rows[-1]["grad_updates"]) > 1
+    assert max(measured(rows, "train_return")) > 0
+    if name == "plr":
+        train("--resume", "--out", rewind(folder, tmp / "navix again", 8), script=path, **options)
+        assert_equal(folder, tmp / "navix again")
+    more = "--mazes", "DoorKey5,DoorKey6", "--episodes", 2, "--gif", "DoorKey6"
+    status, out, err = call(folder, "--script", path, *more, script=ROOT / "evaluate.py", **options)
+    assert status == 0, err
+    assert "DoorKey6" in out, err
+    film = Image.open(folder / f"film_navix {name}_12_DoorKey6.gif")
+    assert film.size == (96, 96)
     assert Image.open(folder / "levels/update_12.png").width > 1000
