@@ -10,7 +10,7 @@ When all are trained, or with --evaluate, --results gets a folder for each finis
 `dcd.csv` and `families.csv` (every seed on every maze), `tables.txt`, `logs.csv` (raw), `curve.csv`
 (solve rate of every seed on dcd's mazes against minutes and cost); and, of all methods with a
 folder there, `mazes.md`, `learning.png`, in `records.csv` a row for each method, and `play.html`,
-in which the first training of each plays.
+in which the first training of the last evaluated run of each plays.
 
 A cost is in minutes of one core and in published PPO updates: of `dr.py` with its defaults, timed
 just before each method on as many cores. `--changed` says in records.csv what is new.
@@ -41,7 +41,7 @@ RATES = "--eval-interval 150 --log-interval 50 --archive-interval 250"
 FAST = {name: f"{name}.py --fast {RATES}" for name in ("accel", "plr", "sfl", "dr", "paired")}
 QUICK = f"plr.py --fast --no-anneal-lr {RATES} --num-updates"  # to 0.80 and to 0.90 of dcd's mazes
 FAST |= {f"plr_{n}": f"{QUICK} {n}" for n in (1650, 3300)}
-METHODS = {  # name: script and options (NOTEBOOK.md, "S5 policies")
+METHODS = {  # name: script and options; of S5 the published ones
     "accel": "accel.py",
     "plr": "plr.py",
     "dr": "dr.py",

@@ -8,7 +8,7 @@
 
 figures/speed.json holds every measurement, speed.md the tables, speed.png a picture. A run replaces
 the entries of what it measures again and keeps the others, also what was timed "by-hand". The
-method, and the targets: README.md.
+method: HOW.md; the targets: RESULTS.md.
 
 Processes take turns: each compiles its programs, runs each once, then runs one when asked. A turn
 lasts 0.2 s or one run, whichever is longer, and gives its median; a round is a turn of everything.
@@ -362,7 +362,7 @@ def summarise(section, rows):
 
 def tables(data):
     """speed.md: a table for each section, of all its entries."""
-    text = ["# Speed\n\nMade by `python benchmarks/speed.py`. What is what: ../README.md."]
+    text = ["# Speed\n\nMade by `python benchmarks/speed.py`. What is what: ../HOW.md."]
     for section in (*SECTIONS, BY_HAND):
         entries = [entry for key, entry in data.items() if key.split()[0] == section]
         rows = [row for entry in entries for row in entry["rows"]]

@@ -21,6 +21,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import baselines  # noqa: E402
 import evaluate  # noqa: E402
 import kernels  # noqa: E402
+import pictures  # noqa: E402
+from results import MEANS, TITLES, read  # noqa: E402
 
 
 def anchors(path):
@@ -29,7 +31,10 @@ def anchors(path):
         yield re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("name", ["README.md", "benchmarks/README.md", "benchmarks/NOTEBOOK.md"])
+PAGES = "README.md", "benchmarks/README.md", "benchmarks/RESULTS.md", "benchmarks/HOW.md"
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_links_of_documents_lead_somewhere(name):
     page = ROOT / name
     links = re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text())
@@ -42,11 +47,13 @@ def test_links_of_documents_lead_somewhere(name):
 
 
 def test_each_picture_lies_beside_its_data():
-    pictures = [path for path in FIGURES.iterdir() if path.suffix in (".png", ".gif")]
-    assert pictures
-    for path in pictures:
-        data = [path.with_suffix(end) for end in (".csv", ".json")]
-        assert any(x.exists() for x in data), path.name
+    drawn = [path for path in FIGURES.iterdir() if path.suffix in (".png", ".gif")]
+    assert {path.stem for path in drawn} >= {*pictures.PICTURES}
+    for path in drawn:
+        own = [path.with_suffix(end) for end in (".csv", ".json")]
+        of_several = pictures.PICTURES.get(path.stem, (None, ()))[1]
+        assert any(x.exists() for x in own) or of_several, path.name
+        assert all([*(ROOT / "benchmarks").glob(x)] for x in of_several), path.name
     loose = [*(ROOT / "benchmarks").glob("*.png"), *(ROOT / "benchmarks").glob("*.gif")]
     assert not loose
 
@@ -99,6 +106,7 @@ def test_pictures_are_drawn_from_their_data(tmp_path):
         "curriculum": f"curriculum.py {FIGURES}/curriculum.json --out {tmp_path}/curriculum.png",
         "paths": f"paths.py {FIGURES}/paths.json --out {tmp_path}/paths.png",
     }
+    commands |= {name: f"pictures.py {name} --out {tmp_path}" for name in pictures.PICTURES}
     for name, words in commands.items():
         script, *words = words.split()
         subprocess.run([sys.executable, ROOT / "benchmarks" / script, *words], check=True)
@@ -230,3 +238,381 @@ def test_the_means_of_the_baselines_are_of_their_mazes():
         for player in baselines.BASELINES:
             rates = [float(rows[name][player]) for name in names]
             assert float(rows["mean"][player]) == pytest.approx(np.mean(rates), abs=1e-3)
+
+
+# The figures of RESULTS.md and of README.md's tables
+
+NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e\d+)?"
+
+
+def tables(path):
+    """Rows of a document's tables, as dicts by their heads; `section`: the heading above."""
+    head, section = None, ""
+    for line in path.read_text().splitlines():
+        cells = [x.strip() for x in line.strip("|").split("|")]
+        if line.startswith("#"):
+            section = line.strip("# ")
+        if not line.startswith("|"):
+            head = None
+        elif head is None:
+            head = cells
+        elif not cells[0].startswith("---"):
+            yield dict(zip(head, cells), section=section)
+
+
+def timed(section, library, name, column="ours is faster by"):
+    """A cell of figures/speed.md; library "ours": with the devices that the command line takes."""
+    library = "**this project**" if library == "ours" else library
+    [row] = [
+        row for row in tables(FIGURES / "speed.md")
+        if (row["section"], row.get("library"), row.get(section)) == (section, library, name)
+    ]  # fmt: skip
+    return float(row[column])
+
+
+def trained(name, column="ours is faster by", library="ours", section="train", seeds=1):
+    return timed(section, library, f"{name} --rnn lstm, {seeds} seed(s)", column)
+
+
+def on_gpu(name, column):
+    path = pictures.RESULTS / "gpu" / "scale" / "table.md"
+    [row] = [row for row in tables(path) if row["name"] == name]
+    return float(row[column].replace(",", ""))
+
+
+def recorded(method, commit, column="dcd"):
+    rows = read(pictures.RESULTS / "records.csv")
+    [row] = [row for row in rows if (row["method"], row["commit"]) == (method, commit)]
+    return float(row[column].split()[0])
+
+
+def of_mazes(*names, suite="dcd"):
+    """Means over seeds, the least and the greatest of the four better methods."""
+    found = []
+    for method in pictures.METHODS[:4]:
+        rates, mazes = pictures.scores(pictures.RESULTS / method, suite)
+        found += [rates[:, mazes.index(name)].mean() for name in names]
+    return min(found), max(found)
+
+
+def of_a_maze(method, name, seed=slice(None)):
+    rates, mazes = pictures.scores(pictures.RESULTS / method, "dcd")
+    return rates[seed, mazes.index(name)].mean()
+
+
+def logged(method, column, update):
+    """A column of logs.csv in a cycle, of all seeds."""
+    rows = read(pictures.RESULTS / method / "logs.csv")
+    return np.array([float(row[column]) for row in rows if row["update"] == str(update)])
+
+
+def unlearned(suite, maze, player):
+    rows = read(pictures.RESULTS / "baselines.csv")
+    [row] = [row for row in rows if (row["suite"], row["maze"]) == (suite, maze)]
+    return float(row[player])
+
+
+def equal_time(run):
+    rows = read(FIGURES / "equal_time.csv")
+    return np.mean([float(row["solve_rate"]) for row in rows if row["run"] == run])
+
+
+def designs(mode, update, column):
+    rows = read(FIGURES / "paired_small.csv")
+    [row] = [row for row in rows if (row["mode"], row["update"]) == (mode, str(update))]
+    return float(row[column])
+
+
+def craftax(update, column):
+    [row] = [row for row in read(FIGURES / "craftax.csv") if row["update"] == str(update)]
+    return float(row[column])
+
+
+def mean(method, suite="dcd"):
+    return pictures.interval(pictures.scores(pictures.RESULTS / method, suite)[0])
+
+
+def worst(method, share="worst 10%"):
+    return pictures.worst(method, share)[:, 0].mean()
+
+
+def extremes(method):
+    rates = pictures.of_seeds(method)
+    return rates.min(), rates.max()
+
+
+def changed(found, *names):
+    return [x for name in names for x in found[name][:2]]
+
+
+def searched(run):
+    return pictures.families(pictures.SEARCH / "hacks.csv", "run", run)
+
+
+def replayed(temperature):
+    rates = pictures.families(pictures.SEARCH / "temperature.csv", "temperature", temperature)
+    return pictures.interval(rates)
+
+
+def error_of_difference(one, other):
+    return np.sqrt(sum(np.var(x, ddof=1) / len(x) for x in (one, other)))
+
+
+def row_of_results(name):
+    """What a row of the table of all methods says, from the files of results/."""
+    return [len(pictures.of_seeds(name)), pictures.minutes(name), *mean(name), extremes(name)[0],
+            *mean(name, "families"), worst(name), worst(name, "worst 1%")]  # fmt: skip
+
+
+def less(one, other, suite="dcd"):
+    """By how much one method is ahead of another, or behind it: value, low, high."""
+    value, low, high = pictures.difference(one, other, suite)
+    return (value, low, high) if value > 0 else (-value, -high, -low)
+
+
+def from_paired():
+    gaps = [pictures.difference(x, "paired", s)[0]
+            for x in pictures.METHODS[:4] for s in pictures.SUITES]  # fmt: skip
+    return min(gaps), max(gaps)
+
+
+def gained(name, suite="dcd"):
+    return pictures.interval(pictures.averaging(name, suite))
+
+
+def cartpole(level=None):
+    """Of each run on random physics, or on its corners."""
+    found = pictures.cartpole()
+    corners = lambda levels: [v.mean() for k, v in levels.items() if k != "random physics"]
+    pick = lambda levels: levels[level].mean() if level else np.mean(corners(levels))
+    return [pick(found[run]) for run in ("dr", "plr", "accel")]
+
+
+RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmarks/
+    **{f"| {TITLES[x]}{' | {}' * 3} [{{}}, {{}}]{' | {}' * 2} [{{}}, {{}}]{' | {}' * 2} |":
+       lambda x=x: row_of_results(x) for x in pictures.METHODS},
+    "reports {} for ACCEL, {} for PLR, {} for DR and {} for PAIRED":
+        lambda: [MEANS[x] for x in ("accel", "plr", "dr", "paired")],
+    "rate of PLR after {}, {} and {} minutes":
+        lambda: [pictures.minutes(x) for x in pictures.LENGTHS],
+    "PLR solves {} [{}, {}] of dcd's mazes after {} minutes, as much as after {}, and {} [{}, {}] "
+    "after {}.": lambda: [
+        *mean("plr_3300"), pictures.minutes("plr_3300"), pictures.minutes("plr"),
+        *mean("plr_1650"), pictures.minutes("plr_1650")],
+    "On `families` ({}, {}, {}) and on the hardest tenth of random levels ({}, {}, {})":
+        lambda: [mean(x, "families")[0] for x in pictures.LENGTHS]
+        + [worst(x) for x in pictures.LENGTHS],
+    "it had {} of dcd's mazes (1,650 cycles) and {} (3,300)":
+        lambda: [recorded(x, "c26a5df") for x in ("plr_1650", "plr_3300")],
+    "ahead of PLR by {}, and": lambda: less("accel", "plr")[:1],
+    "behind PLR by {} [{}, {}] and behind SFL by {} [{}, {}], which a random relabelling of the "
+    "seeds matches in {} and {} of all": lambda: [
+        *less("accel", "plr", "families"), *less("accel", "sfl", "families"),
+        *(pictures.relabelled("accel", x, "families") for x in ("plr", "sfl"))],
+    "behind every other method by {} to {}": from_paired,
+    "PLR's between {} and {} on dcd's mazes, ACCEL's between {} and {}.":
+        lambda: [*extremes("plr"), *extremes("accel")],
+    "SFL had {} of eight mazes (those of the JaxUED library), PLR {}, DR {} and ACCEL {},":
+        lambda: [equal_time(x) for x in ("sfl", "plr", "dr", "accel")],
+    "On Rings the four better methods solve {} to {}, on FourRooms {} to {}, and PLR solves {} of "
+    "LargeCorridor.": lambda: [
+        *of_mazes("Rings", suite="families"), *of_mazes("FourRooms"),
+        of_a_maze("plr", "LargeCorridor")],
+    "(their entropy is {} to {} in {} seeds, where chance has {})": lambda: [
+        min(x := logged("plr", "entropy", 7500)), max(x), len(x), np.log(amaze.NUM_ACTIONS)],
+    "The left hand solves {} of dcd's mazes, more than any method here, the right hand {} and "
+    "random actions {}.": lambda: [
+        unlearned("dcd", "mean", x) for x in ("left hand", "right hand", "random")],
+    "hand solves {} and none of the hardest tenth, where PLR has {},":
+        lambda: [unlearned("sampled", "mean", "left hand"), worst("plr")],
+    "solves {} of SixteenRooms, where seed 1 solves {}.":
+        lambda: [of_a_maze("sfl", "SixteenRooms", x) for x in (0, 1)],
+    "walls is {} in cycle 250, {} in cycle 1,000 and {} in cycle 4,750, after {} generations":
+        lambda: [logged("accel", "buffer_walls_weighted", x).mean() for x in (250, 1000, 4750)]
+        + [logged("accel", "buffer_mutations_weighted", 4750).mean()],
+    "has {} [{}, {}] of `families` after 1,600 cycles": lambda: replayed(1),
+    "it has {} [{}, {}], a third less": lambda: replayed(0.01),
+    "whose weight {} lies in the last quarter": lambda: [1 - 0.75**4],  # eta = 3
+    "it gains {} [{}, {}] on dcd's mazes for DR, {} for ACCEL, {} for SFL and {} for PLR, and "
+    "most, {} [{}, {}], where": lambda: [
+        *gained("dr"), *(gained(x)[0] for x in ("accel", "sfl", "plr")), *gained("plr_3300")],
+    "PAIRED loses {},": lambda: [-gained("paired")[0]],
+    "solve {} of the hardest hundredth of random levels, with the mean {}.":
+        lambda: [recorded("plr", x, "worst 1% of random levels") for x in ("fd9687e", "c26a5df")],
+    "may help PLR ({}, with a standard error of {})":
+        lambda: changed(pictures.plr_effects(), "two_epochs"),
+    "difference to PLR ({} with {}) and seems to help SFL ({} with {})":
+        lambda: changed(pictures.plr_effects(), "solvable_only")
+        + changed(pictures.sfl_effects(), "solvable_only"),
+    "value loss ({} with {}) and by playing a level again once its episode has ended ({} with {}); "
+    "its number of walls ({} with {}) and of minibatches ({} with {})": lambda: changed(
+        pictures.sfl_effects(), "vf_coef", "restart", "n_walls", "num_minibatches"),
+    "PLR has {} of `families` with it and {} without ({} more, with a standard error of {})":
+        lambda: [(x := searched("plr_bptt")).mean(), (y := searched("plr_f1")).mean(),
+                 x.mean() - y.mean(), error_of_difference(x, y)],
+    "NCC paper ({}) and learning from the best quarter of the rollouts ({}, three":
+        lambda: [searched("plr_ncc").mean(), searched("plr_quarter").mean()],
+    "JaxUED takes {} times as long for an update of DR as this project, and minimax {} times; for "
+    "PLR it is {} and {}, for PAIRED minimax takes {} times": lambda: [
+        trained("dr", library="jaxued", section="by-hand"), trained("dr", library="minimax"),
+        trained("plr replay cycle", library="jaxued", section="by-hand"),
+        trained("plr replay cycle", library="minimax"),
+        trained("paired", library="minimax", section="paired")],
+    "is {} times as fast as JaxUED if an ended maze restarts, and {} times as fast as minimax":
+        lambda: [timed("env", "jaxued", "restart, N = 2048"),
+                 timed("env", "minimax", "new level, N = 2048")],
+    "update of PLR takes {} ms for one seed, and DR's with 32 seeds at once takes {} ms a seed":
+        lambda: [on_gpu("plr published 1 replay", "ms"),
+                 on_gpu("dr published 32 plain", "ms_a_seed")],
+    "makes {} steps a second with 131,072 mazes that restart, and {} with new": lambda: [
+        on_gpu(f"{x}, N = 131072", "steps_per_s") for x in ("restart", "new level")],
+    "DR solves {} of random physics, PLR {} and ACCEL {}, and on six extreme settings they have "
+    "{}, {} and {},": lambda: [*cartpole("random physics"), *cartpole()],
+    "one seed, {} million steps: the return grows from {} to {} on four fixed test worlds. It is "
+    "{} on replayed": lambda: [
+        craftax(250, "env_steps") / 1e6, craftax(50, "eval_return"), craftax(250, "eval_return"),
+        craftax(250, "replay_return")],
+    "down to {} in cycle 80, until both students solve its designs, and then builds up to {} in":
+        lambda: [designs("paired", x, "walls") for x in (80, 500)],
+    "mazes of which {} can be solved": lambda: [designs("minimax", 500, "solvable")],
+    "| dr {}, plr replay {}, accel replay {} | met | | at least 1.25": lambda: [
+        trained(x, "x bare network") for x in ("dr", "plr replay cycle", "accel replay cycle")],
+    "| dr {}, plr {}, by hand |": lambda: [
+        trained(x, library="jaxued", section="by-hand") for x in ("dr", "plr replay cycle")],
+    "| dr {}, {}; plr replay {}, {} |": lambda: [
+        trained(name, library=library) for name in ("dr", "plr replay cycle")
+        for library in ("minimax", "minimax, no level metrics")],
+    "| {}, one round |": lambda: [trained("paired", library="minimax", section="paired")],
+    "| dr {}, plr replay {}; dr {} by hand |": lambda: [
+        *(trained(x, "x one seed, one device") for x in ("dr", "plr replay cycle")),
+        trained("dr", "x one seed, one device", section="by-hand")],
+    "each at most 0.75 x the time of one | dr {}, plr replay {}, accel replay {} |": lambda: [
+        trained(x, "x one seed, one device", seeds=8)
+        for x in ("dr", "plr replay cycle", "accel replay cycle")],
+    "| dr {}, plr {}, PAIRED {} |": lambda: [
+        trained(x, "x the other checkout", section="compile") for x in ("dr", "plr", "paired")],
+    "| {} s |": lambda: [trained("plr", "s", section="compile")],
+    "| {} x; {} s, not {} s | missed": lambda: [
+        timed("rnn", "ours", "lstm: learn, N = 1024", "ms")
+        / timed("rnn", "ours", "s5: learn, N = 1024", "ms"),
+        *(timed("rnn", "ours", f"{x}: learn, N = 32", "compile, s") for x in ("s5", "lstm"))],
+    "| {}*, {}* |": lambda: [timed("env", "jaxued", "restart, N = 2048"),
+                             timed("env", "minimax", "new level, N = 2048")],
+    "| {}, {}, {}; {}, {}, {} |": lambda: [
+        f(x) for f in (lambda x: mean(x)[0], lambda x: extremes(x)[0])
+        for x in ("accel", "plr", "sfl")],
+    "DR `--fast`: 0.90, worst seed 0.80 | {}, {} |":
+        lambda: [mean("dr")[0], extremes("dr")[0]],
+    "PAIRED `--fast`: 0.80, worst seed 0.65 | {}, {} |":
+        lambda: [mean("paired")[0], extremes("paired")[0]],
+    "| PLR {} |": lambda: [worst("plr", "worst 1%")],
+    "| PLR {} after {}, {} after {} |": lambda: [
+        x for name in ("plr_1650", "plr_3300")
+        for x in (mean(name)[0], recorded(name, "94ed626", "published updates"))],
+    "| {} | met | The": lambda: [on_gpu("restart, N = 131072", "steps_per_s")],
+}  # fmt: skip
+OF_README = {  # likewise
+    "ACCEL solves {} of twelve unseen mazes after {} minutes of one CPU core, and plain random "
+    "levels (DR) {} after {}; minimax's paper has {} and {}": lambda: [
+        *(f(x) for x in ("accel", "dr") for f in (lambda x: mean(x)[0], pictures.minutes)),
+        *(MEANS[x] for x in ("accel", "dr"))],
+    "ACCEL leads PLR here by {} ({} to {})": lambda: less("accel", "plr"),
+}  # fmt: skip
+UNCHECKED = [  # regular expressions of what is no measurement, or has no file
+    r"jax \d+\.\d+\.\d+",
+    r"see a difference of 0\.05\.",
+    r"are the best level \(0\.01\)",  # a temperature
+]
+
+
+def plain(path):
+    """A document's text without code blocks and the targets of links, in one line."""
+    text = re.sub(r"(?ms)^```.*?^```$", "", path.read_text())
+    return " ".join(re.sub(r"\]\([^)]*\)", "]", text).split())
+
+
+def same(shown, value):
+    """Whether a number is what another one is to the digits that are shown."""
+    shown = shown.replace(",", "")
+    mantissa, _, power = shown.partition("e")
+    unit = 10.0 ** (int(power or 0) - len(mantissa.partition(".")[2]))
+    return abs(float(shown) - value) <= 0.5 * unit * (1 + 1e-6)
+
+
+def test_numbers_are_compared_as_they_are_shown():
+    assert same("0.89", 0.8945)
+    assert not same("0.90", 0.8945)
+    assert same("3.3e9", 3_319_400_486)
+    assert not same("3.4e9", 3_319_400_486)
+    assert same("-0.05", -0.046)
+    assert not same("+0.05", -0.046)
+    assert same("7,500", 7500)
+
+
+PAGE, README = plain(ROOT / "benchmarks" / "RESULTS.md"), plain(ROOT / "README.md")
+
+
+def spans(sentence, page=PAGE):
+    """Where the numbers of a sentence stand in a page, in which it is to be found once."""
+    pattern = re.escape(sentence).replace(re.escape("{}"), f"({NUMBER})").replace(r"\ ", " ")
+    found = [*re.finditer(pattern, page)]
+    assert len(found) == 1, f"{len(found)} times there: {sentence}"
+    return [found[0].span(i + 1) for i in range(found[0].re.groups)]
+
+
+SENTENCES = [(x, PAGE, values) for x, values in RESULTS.items()]
+SENTENCES += [(x, README, values) for x, values in OF_README.items()]
+
+
+@pytest.mark.parametrize("sentence, page, values", SENTENCES, ids=range(len(SENTENCES)))
+def test_pages_say_what_the_files_say(sentence, page, values):
+    shown, values = [page[a:b] for a, b in spans(sentence, page)], [*values()]
+    assert len(shown) == len(values)
+    wrong = [(x, float(value)) for x, value in zip(shown, values) if not same(x, value)]
+    assert not wrong, f"shown, computed: {wrong}"
+
+
+def test_every_figure_of_results_is_checked():
+    """But for UNCHECKED and what was aimed at, the first cells of the last table."""
+    checked = {at for sentence in RESULTS for at in spans(sentence)}
+    free = [x.span() for pattern in UNCHECKED for x in re.finditer(pattern, PAGE)]
+    for row in tables(ROOT / "benchmarks" / "RESULTS.md"):
+        if aim := re.sub(r"\]\([^)]*\)", "]", row.get("target", "")):
+            a = PAGE.index(f"| {aim} | {row['measured']} |")
+            free.append((a, a + len(aim) + 2))
+    for number in re.finditer(NUMBER, PAGE):
+        a, b = number.span()
+        inside = any(x <= a and b <= y for x, y in free)
+        assert "." not in number[0] or (a, b) in checked or inside, PAGE[a - 60 : b + 30]
+
+
+def test_the_readme_table_says_what_the_files_say():
+    rows = [row for row in tables(ROOT / "README.md") if row.get("method") in TITLES.values()]
+    assert len(rows) == len(TITLES)
+    [hand] = [row for row in tables(ROOT / "README.md") if "left hand" in row.get("method", "")]
+    at = {
+        "mean solve rate": ("dcd", "mean"),
+        "worst 10% of random levels": ("sampled", "worst 10%"),
+    }
+    for column, place in at.items():
+        assert same(hand[column], unlearned(*place, "left hand"))
+    names = {title: name for name, title in TITLES.items()}
+    for row in rows:
+        name = names[row["method"]]
+        cost = read(pictures.RESULTS / "records.csv")
+        [*_, cost] = [float(x["published updates"]) for x in cost if x["method"] == name]
+        expected = {
+            "seeds": [len(pictures.of_seeds(name))],
+            "minutes": [pictures.minutes(name)],
+            "in published updates": [round(cost, -1)],
+            "mean solve rate": mean(name)[:1],
+            "interval": mean(name)[1:],
+            "worst seed": [extremes(name)[0]],
+            "minimax's paper": [MEANS[name]] if name in MEANS else [],
+            "worst 10% of random levels": [worst(name)],
+        }
+        for column, cell in row.items():
+            if column not in ("method", "section"):
+                shown = re.findall(NUMBER, cell)
+                assert len(shown) == len(expected[column]), (name, column)
+                assert all(map(same, shown, expected[column])), (name, column, expected[column])

@@ -1,0 +1,300 @@
+"""The pictures of RESULTS.md that are drawn from tables which lie here; nothing is trained.
+
+    python benchmarks/pictures.py                     all of them
+    python benchmarks/pictures.py differences mazes   these
+
+`PICTURES` says of each what draws it and from which files. The functions above it compute the
+figures that RESULTS.md states; tests/test_benchmarks.py holds the page against them.
+"""
+
+import argparse
+import re
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE.parent))
+import evaluate  # noqa: E402
+from results import TITLES, read, scores  # noqa: E402
+
+RESULTS, SEARCH = HERE / "results", HERE / "search"
+METHODS = "accel", "sfl", "plr", "dr", "paired"
+SUITES = {"dcd": "dcd's twelve mazes", "families": "families' twelve mazes"}
+LENGTHS = {"plr_1650": 1650, "plr_3300": 3300, "plr": 7500}  # cycles
+PLR_CHANGES = {  # columns of hacks.csv: of two values the larger is the change
+    "two_epochs": "two passes, not three", "ncc": "learned replay (NCC)",
+    "solvable_only": "solvable levels only", "best_quarter": "best quarter of rollouts",
+    "vf_coef": "heavier value loss", "lr": "larger learning rate",
+    "truncated_bptt": "truncated backprop.", "thinned_walls": "walls thinned",
+    "num_minibatches": "four minibatches", "mingru": "minGRU for the LSTM",
+    "muon": "Muon for Adam",
+}  # fmt: skip
+SFL_CHANGES = {  # columns of short.csv
+    "vf_coef": "heavier value loss", "restart": "ended levels restart",
+    "solvable_only": "solvable levels only", "ent_coef": "entropy bonus 1e-2, not 1e-3",
+    "num_minibatches": "four minibatches", "learnable_slots": "learnable slots only",
+    "lr": "learning rate 3e-3, not 1.5e-3", "n_walls": "90 walls, not 60",
+}  # fmt: skip
+
+
+def of_seeds(name, suite="dcd"):
+    """Mean solve rate of each seed of a method on a suite [S]."""
+    return scores(RESULTS / name, suite)[0].mean(1)
+
+
+def interval(values):
+    """Mean of values of seeds [S, ...] -> value, low, high: evaluate.py's bootstrap over seeds."""
+    return evaluate.bootstrap(values, lambda x: np.array([x.mean()]), 0)[0]
+
+
+def difference(one, other, suite="dcd"):
+    """Mean of one method less that of another -> value, low, high: seeds of both drawn anew."""
+    x, y = of_seeds(one, suite), of_seeds(other, suite)
+    rng = np.random.default_rng(0)
+    means = [rng.choice(z, (20_000, len(z))).mean(1) for z in (x, y)]
+    return np.array([x.mean() - y.mean(), *np.quantile(means[0] - means[1], (0.025, 0.975))])
+
+
+def relabelled(one, other, suite="dcd", draws=100_000):
+    """Share of random relabellings of the seeds that differ at least as much: two-sided p."""
+    x, y = of_seeds(one, suite), of_seeds(other, suite)
+    rng, both = np.random.default_rng(0), np.concatenate([x, y])
+    seeds = rng.permuted(np.tile(both, (draws, 1)), axis=1)
+    found = seeds[:, : len(x)].mean(1) - seeds[:, len(x) :].mean(1)
+    return (abs(found) >= abs(x.mean() - y.mean()) - 1e-12).mean()
+
+
+def last_parameters(name, suite):
+    """Solve rates of seeds 0 to 7 with the last parameters, not their mean [S]."""
+    table = read(SEARCH / "last_parameters.csv")
+    rates = [x["solve_rate"] for x in table if (x["run"], x["suite"]) == (name, suite)]
+    return np.array(rates, float).reshape(8, -1).mean(1)
+
+
+def averaging(name, suite):
+    """What the mean of late parameters gains on the last ones, by seed [S]."""
+    return of_seeds(name, suite)[:8] - last_parameters(name, suite)
+
+
+def effects(path, runs, columns, outcome="families_last"):
+    """Effect of each two-valued column on an outcome, by least squares -> {column: (effect,
+    standard error, trainings with the smaller value, with the larger)}."""
+    table = [row for row in read(path) if row["run"].startswith(runs)]
+    values = np.array([[float(row[x]) for x in columns] for row in table])
+    high = values == values.max(0)
+    x, y = np.column_stack([np.ones(len(table)), high]), [float(row[outcome]) for row in table]
+    fitted = np.linalg.lstsq(x, np.array(y), rcond=None)[0]
+    rest = np.array(y) - x @ fitted
+    variance = rest @ rest / (len(x) - x.shape[1])
+    errors = np.sqrt(variance * np.diag(np.linalg.inv(x.T @ x)))
+    counts = zip((~high).sum(0), high.sum(0))
+    return {k: (*z, *n) for k, *z, n in zip(columns, fitted[1:], errors[1:], counts)}
+
+
+def plr_effects(outcome="families_last"):
+    return effects(SEARCH / "hacks.csv", "pb_", [*PLR_CHANGES], outcome)
+
+
+def sfl_effects():
+    return effects(SEARCH / "short.csv", ("sfl1", "sfl2"), [*SFL_CHANGES])
+
+
+def families(path, key, value):
+    """families_last of the rows of a search where the column begins so, or is that number."""
+    same = lambda x: x.startswith(value) if isinstance(value, str) else float(x) == value
+    return np.array([float(row["families_last"]) for row in read(path) if same(row[key])])
+
+
+def worst(name, share="worst 10%"):
+    """Of sampled levels, from tables.txt -> [[value, low, high]], a row for each eight seeds."""
+    lines = (RESULTS / name / "tables.txt").read_text().splitlines()
+    found = []
+    for i, line in enumerate(lines):
+        if share in line:
+            head, row = (re.split(r"\s{2,}", x) for x in (line, lines[i + 1]))
+            found.append([float(x) for x in re.findall(r"[\d.]+", row[head.index(share)])])
+    return np.array(found)
+
+
+def minutes(name):
+    """Of one core for a training: the method's last row in records.csv."""
+    rows = [row for row in read(RESULTS / "records.csv") if row["method"] == name]
+    return float(rows[-1]["minutes"])
+
+
+def new(height, rows=1, columns=1, **options):
+    """Letters that a phone shows: 6 inches are all of its width."""
+    figure = Figure(figsize=(6, height), layout="constrained", dpi=130)
+    axes = figure.subplots(rows, columns, squeeze=False, **options).ravel()
+    for axis in axes:
+        axis.tick_params(labelsize=11)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def forest(axis, labels, series, seeds=None):
+    """A line for each label; series: {name: [[value, low, high]]}, one beside the other."""
+    for i, (name, values) in enumerate(series.items()):
+        at = np.arange(len(labels)) + 0.3 * (i - (len(series) - 1) / 2)
+        value, low, high = np.array(values).T
+        for y, x in zip(at, seeds[name] if seeds else ()):
+            axis.plot(x, np.full(len(x), y), ".", color=f"C{i}", ms=4, alpha=0.4)
+        axis.hlines(at, low, high, color=f"C{i}", lw=2.5)
+        axis.plot(value, at, "os"[i], color=f"C{i}", ms=7, label=name)
+    axis.axvline(0, color="0.3", lw=1)
+    axis.set(yticks=range(len(labels)), ylim=(len(labels) - 0.4, -0.6))
+    axis.set_yticklabels(labels, fontsize=11)
+    axis.grid(axis="x", alpha=0.3)
+
+
+def draw_differences():
+    pairs = list(combinations(METHODS[:4], 2))
+    figure, [axis] = new(4.6)
+    labels = [f"{TITLES[x]} less {TITLES[y]}".replace("robust ", "") for x, y in pairs]
+    forest(axis, labels, {SUITES[s]: [difference(*x, s) for x in pairs] for s in SUITES})
+    axis.set_xticks([-0.05, 0, 0.05, 0.1])
+    axis.set_xlabel("difference of mean solve rates, 95% interval\n(0: no difference)", fontsize=11)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=11)
+    return figure
+
+
+def draw_averaging():
+    runs = {"accel": "ACCEL", "sfl": "SFL", "plr": "PLR", "dr": "DR", "paired": "PAIRED",
+            "plr_3300": "PLR, 5 min,\nconstant rate"}  # fmt: skip
+    figure, [axis] = new(5)
+    seeds = {title: [averaging(x, s) for x in runs] for s, title in SUITES.items()}
+    series = {title: [interval(x) for x in each] for title, each in seeds.items()}
+    forest(axis, [*runs.values()], series, seeds)
+    axis.set_xlabel("solve rate of averaged parameters less that of the\nlast ones; small dots: "
+                    "seeds; right of 0: averaging helps", fontsize=11)  # fmt: skip
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=11)
+    return figure
+
+
+def draw_mazes():
+    players = {"right hand": "right hand", "left hand": "left hand", "random": "random actions"}
+    unlearned = {row["maze"]: row for row in read(RESULTS / "baselines.csv")}
+    figure, panels = new(8.2, 2)
+    for axis, (suite, title) in zip(panels, SUITES.items()):
+        tables = [scores(RESULTS / name, suite) for name in METHODS]
+        names, order = tables[0][1], np.mean([x[0].mean(0) for x in tables], 0).argsort()
+        rates = [table.mean(0) for table, _ in tables]
+        rates += [
+            np.array([float(unlearned[maze][player]) for maze in names]) for player in players
+        ]
+        rates, names = np.array(rates)[:, order], [names[i] for i in order]
+        axis.imshow(rates, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+        for (i, j), x in np.ndenumerate(rates):
+            shade = "k" if 0.1 < x < 0.89 else "w"
+            percent = f"{x:.2f}".replace("0.", "").lstrip("0") if x < 0.995 else "100"
+            axis.text(j, i, percent or "0", color=shade, ha="center", va="center", fontsize=11)
+        axis.axhline(len(METHODS) - 0.5, color="w", lw=4)
+        axis.set(xticks=range(len(names)), yticks=range(len(rates)))
+        axis.set_xticklabels(names, rotation=50, ha="right", rotation_mode="anchor", fontsize=10)
+        labels = [*(TITLES[x].replace("robust ", "") for x in METHODS), *players.values()]
+        axis.set_yticklabels(labels, fontsize=11)
+        axis.set_title(f"{title}: percent solved", fontsize=12)
+        axis.spines[:].set_visible(False)
+    return figure
+
+
+def draw_length():
+    figure, [axis] = new(4.4)
+    at, names = [minutes(name) for name in LENGTHS], [*LENGTHS]
+    for i, (suite, title) in enumerate(SUITES.items()):
+        seeds = [of_seeds(name, suite) for name in names]
+        for x, y in zip(at, seeds):
+            axis.plot(np.full(len(y), x + 0.12 * i - 0.12), y, ".", color=f"C{i}", ms=4, alpha=0.4)
+        value, low, high = np.array([interval(x) for x in seeds]).T
+        x = np.array(at) + 0.12 * i - 0.12
+        axis.errorbar(x, value, (value - low, high - value), color=f"C{i}", lw=2, marker="o",
+                      label=title)  # fmt: skip
+    value, low, high = np.array([worst(name).mean(0) for name in names]).T
+    axis.plot(at, value, "s--", color="C2", lw=2, label="the hardest tenth of random levels")
+    axis.set(ylim=(0.4, 1.01), xlim=(0, 11.5), xticks=[0, *at])
+    axis.set_xticklabels(["0", *(f"{x:.1f}" for x in at)])
+    axis.set_xlabel("minutes of one CPU core (PLR: 1,650, 3,300, 7,500 cycles)", fontsize=11)
+    axis.set_ylabel("solve rate", fontsize=11)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=11, loc="lower right")
+    return figure
+
+
+def draw_effects():
+    figure, panels = new(6.8, 2, sharex=True, height_ratios=(len(PLR_CHANGES), len(SFL_CHANGES)))
+    both = {"PLR, 24 trainings of some 160 s": (PLR_CHANGES, plr_effects()),
+            "SFL, 24 trainings of 1,200 updates": (SFL_CHANGES, sfl_effects())}  # fmt: skip
+    for axis, (title, (names, found)) in zip(panels, both.items()):
+        values = [(x, x - 2 * e, x + 2 * e) for x, e, *_ in found.values()]
+        forest(axis, [*names.values()], {title: values})
+        axis.set_title(title, fontsize=12)
+    panels[1].set_xlabel("effect on the solve rate on families\n(line: two standard errors)",
+                         fontsize=11)  # fmt: skip
+    return figure
+
+
+def cartpole():
+    """{run: {level: solve rates of seeds}}, random levels together."""
+    rates = {}
+    for row in read(HERE / "figures" / "cartpole.csv"):
+        level = "random physics" if row["level"].startswith("Random") else row["level"]
+        seeds = rates.setdefault(row["run"], {}).setdefault(level, {})
+        seeds.setdefault(row["seed"], []).append(float(row["solve_rate"]))
+    return {run: {k: np.array([np.mean(x) for x in seeds.values()]) for k, seeds in levels.items()}
+            for run, levels in rates.items()}  # fmt: skip
+
+
+def draw_other():
+    figure, (poles, worlds) = new(7, 2, height_ratios=(3, 2))
+    for i, (run, levels) in enumerate(cartpole().items()):
+        for y, rates in enumerate(levels.values()):
+            at = y + 0.25 * (i - 1)
+            poles.plot(rates, np.full(len(rates), at), ".", color=f"C{i}", ms=5, alpha=0.5)
+            poles.plot(rates.mean(), at, "D", color=f"C{i}", ms=7, label=None if y else run.upper())
+    poles.set(yticks=range(len(levels)), ylim=(len(levels) - 0.5, -0.5))
+    poles.set_yticklabels(levels, fontsize=11)
+    poles.set_title("CartPole: solve rate (dots: seeds, diamonds: means)", fontsize=12)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=11)
+    table = [row for row in read(HERE / "figures" / "craftax.csv") if row["eval_return"]]
+    for column, label in {"replay_return": "replayed worlds", "eval_return": "test worlds",
+                          "fresh_return": "new worlds"}.items():  # fmt: skip
+        steps = [float(row["env_steps"]) / 1e6 for row in table]
+        worlds.plot(steps, [float(row[column]) for row in table], "o-", lw=2, label=label)
+    worlds.set(ylim=(0, None), xlim=(0, None))
+    worlds.set_xlabel("million steps", fontsize=11)
+    worlds.set_title("Craftax-Classic, PLR, one seed: return", fontsize=12)
+    worlds.legend(fontsize=11, loc="lower right")
+    for axis in (poles, worlds):
+        axis.grid(alpha=0.3)
+    return figure
+
+
+TABLES = "results/*/dcd.csv", "results/*/families.csv"
+PICTURES = {  # name: what draws it, from which files
+    "differences": (draw_differences, TABLES),
+    "length": (draw_length, (*TABLES, "results/plr*/tables.txt", "results/records.csv")),
+    "mazes": (draw_mazes, (*TABLES, "results/baselines.csv")),
+    "averaging": (draw_averaging, (*TABLES, "search/last_parameters.csv")),
+    "effects": (draw_effects, ("search/hacks.csv", "search/short.csv")),
+    "other": (draw_other, ("figures/cartpole.csv", "figures/craftax.csv")),
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(PICTURES)}; default: all")
+    parser.add_argument("--out", type=Path, default=HERE / "figures")
+    options = parser.parse_args()
+    if unknown := {*options.names} - {*PICTURES}:
+        parser.error(f"{', '.join(unknown)}: allowed are {', '.join(PICTURES)}")
+    for name in options.names or PICTURES:
+        PICTURES[name][0]().savefig(options.out / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()
