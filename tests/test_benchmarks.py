@@ -312,11 +312,6 @@ def unlearned(suite, maze, player):
     return float(row[player])
 
 
-def equal_time(run):
-    rows = read(FIGURES / "equal_time.csv")
-    return np.mean([float(row["solve_rate"]) for row in rows if row["run"] == run])
-
-
 def designs(mode, update, column):
     rows = read(FIGURES / "paired_small.csv")
     [row] = [row for row in rows if (row["mode"], row["update"]) == (mode, str(update))]
@@ -412,8 +407,12 @@ RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmar
     "behind every other method by {} to {}": from_paired,
     "PLR's between {} and {} on dcd's mazes, ACCEL's between {} and {}.":
         lambda: [*extremes("plr"), *extremes("accel")],
-    "SFL had {} of eight mazes (those of the JaxUED library), PLR {}, DR {} and ACCEL {},":
-        lambda: [equal_time(x) for x in ("sfl", "plr", "dr", "accel")],
+    "it solves {} of dcd's mazes, {} [{}, {}] more than the estimate, and {} of `families`, {} "
+    "[{}, {}] more; of the hardest tenth {} and not {}.": lambda: [
+        x for suite in pictures.SUITES
+        for x in (mean("plr_3300_oracle", suite)[0],
+                  *pictures.difference("plr_3300_oracle", "plr_3300", suite))]
+        + [worst("plr_3300_oracle"), worst("plr_3300")],
     "On Rings the four better methods solve {} to {}, on FourRooms {} to {}, and PLR solves {} of "
     "LargeCorridor.": lambda: [
         *of_mazes("Rings", suite="families"), *of_mazes("FourRooms"),
