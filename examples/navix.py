@@ -142,5 +142,6 @@ among = partial(sample_solvable, sample=partial(sample_level, n_walls=12))
 TEST_MAZES = {f"DoorKey{n}": plain(n) for n in (5, 6, 8, 16)} | {"Walls8": (among, 256)}
 SUITES = {"doorkey": [*TEST_MAZES], "sampled": ["Walls8"]}
 sample_mazes = partial(amaze.sample_mazes, mazes=TEST_MAZES)
+pad_levels = amaze.pad_levels
 render = lambda level_or_state: np.asarray(draw(level_or_state))  # [h, w, 3] uint8
 plot_levels = partial(amaze.plot_levels, render=render)

@@ -530,10 +530,11 @@ def reached(walls, start):
 
 def test_levels_of_navix(navix):
     rngs = jax.random.split(jax.random.key(0), 300)
-    levels = jax.vmap(partial(navix.sample_level, n_walls=9, height=5, width=6))(rngs)
-    one = jax.vmap(lambda *x: navix.edit_level(*x, 1))(rngs, levels)
-    some = jax.jit(jax.vmap(lambda *x: navix.edit_level(*x, 12)))(rngs, levels)
-    can = jax.jit(jax.vmap(lambda level: navix.level_stats(level, 9)["solvable"]))
+    of_all = lambda function: jax.jit(jax.vmap(function))
+    levels = of_all(partial(navix.sample_level, n_walls=9, height=5, width=6))(rngs)
+    one = of_all(lambda *x: navix.edit_level(*x, 1))(rngs, levels)
+    some = of_all(lambda *x: navix.edit_level(*x, 12))(rngs, levels)
+    can = of_all(lambda level: navix.level_stats(level, 9)["solvable"])
     found = []
     for batch in levels, one, some:
         for walls, places, direction, solvable in zip(
@@ -560,14 +561,14 @@ def test_levels_of_navix(navix):
     assert (moved.sum(1) <= 1).all()
     assert moved.any(0).all()
     assert ((flipped == 2) == moved[:, 2]).all()
-    assert 0.25 < (flipped == 1).mean() < 0.6
+    assert 0.4 < (flipped == 1).mean() < 0.5  # 0.6 of the cells that are not taken, 22 of 30
     assert (one.direction == levels.direction).all()
-    codes = np.concatenate([jax.vmap(navix.level_code)(x) for x in (levels, some, levels)])
+    codes = np.concatenate([of_all(navix.level_code)(x) for x in (levels, some, levels)])
     assert 590 < len({x.tobytes() for x in codes}) <= 600
-    fine = jax.vmap(lambda rng: navix.sample_solvable(rng, partial(navix.sample_level, n_walls=12)))
-    fine = fine(rngs[:50])
+    draw = partial(navix.sample_level, n_walls=12, height=5, width=6)
+    fine = of_all(lambda rng: navix.sample_solvable(rng, draw))(rngs[:50])
     assert can(fine).all()
-    assert len({x.tobytes() for x in np.asarray(jax.vmap(navix.level_code)(fine))}) == 50
+    assert len({x.tobytes() for x in np.asarray(of_all(navix.level_code)(fine))}) == 50
 
 
 def test_pictures_of_navix(navix):
@@ -585,8 +586,8 @@ def test_pictures_of_navix(navix):
     assert (navix.render(state.state) != navix.render(level)).any()
 
 
-@pytest.mark.parametrize("name", ["plr", *(pytest.param(x, marks=pytest.mark.slow)
-                                           for x in ("dr", "accel", "sfl"))])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plr", "dr", "accel", "sfl"])
 def test_a_training_on_navix(tmp, train, call, script, navix, name):
     path, folder = script("navix", name), tmp / f"navix {name}"
     flags = commands("navix")[2][: None if name in ("plr", "accel") else -2]
@@ -599,9 +600,10 @@ def test_a_training_on_navix(tmp, train, call, script, navix, name):
     assert len({*measured(rows, of_levels + "walls")}) > 1
     assert int(rows[-1]["grad_updates"]) > 1
     assert max(measured(rows, "train_return")) > 0
-    if name == "plr":
-        train("--resume", "--out", rewind(folder, tmp / "navix again", 8), script=path, **options)
-        assert_equal(folder, tmp / "navix again")
+    if name != "plr":
+        return
+    train("--resume", "--out", rewind(folder, tmp / "navix again", 8), script=path, **options)
+    assert_equal(folder, tmp / "navix again")
     more = "--mazes", "DoorKey5,DoorKey6", "--episodes", 2, "--gif", "DoorKey6"
     status, out, err = call(folder, "--script", path, *more, script=ROOT / "evaluate.py", **options)
     assert status == 0, err
