@@ -28,12 +28,13 @@ import time
 from pathlib import Path
 
 import numpy as np
+from flax import traverse_util
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import evaluate as evaluation  # noqa: E402
-from dr import read_checkpoint  # noqa: E402
+from dr import read_checkpoint, read_config, write_checkpoint  # noqa: E402
 
 S5 = "--rnn s5 --lr 1e-4 --ent-coef 1e-3"
 S5_PARALLEL = "--parallel --rnn s5 --lr 1e-4 --gae-lambda 0.98 --ent-coef 1e-3"
@@ -244,6 +245,21 @@ def keep_agents(page, before):
     return f'{head}id="data">\n{text}\n</script>{tail.split("</script>", 1)[1]}'
 
 
+def keep_first_agent(run, into):
+    """A run's folder with what evaluate.py needs of the first training: what it evaluates."""
+    config, data = read_config(run), read_checkpoint(run / "checkpoint.msgpack")
+    student = data["state"]["student"]
+    params = student["average_params"] or student["params"]
+    params = {name: x[:1] for name, x in traverse_util.flatten_dict(params).items()}
+    data["state"] = {"student": {"params": traverse_util.unflatten_dict(params)}}
+    data["rows"] = {"0": data["rows"]["0"]}
+    for fields in config, data["config"]:
+        fields |= {"seeds": 1}
+    into.mkdir(parents=True, exist_ok=True)
+    (into / "config.json").write_text(json.dumps(config | {"out": ""}, indent=2))
+    write_checkpoint(into / "checkpoint.msgpack", data)
+
+
 def evaluate(options):
     """Write what --evaluate promises."""
     finished = [name for name in options.methods if done(options.out / name)[1]]
@@ -281,6 +297,7 @@ def evaluate(options):
     page, into = (x / "play.html" for x in (options.out / "evaluated", options.results))
     before = into.read_text() if into.exists() else ""
     into.write_text(keep_agents(page.read_text(), before))
+    keep_first_agent(runs[0], options.results / "agent")
 
 
 def main():

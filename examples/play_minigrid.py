@@ -1,6 +1,7 @@
 """A trained agent in gymnasium's MiniGrid: python examples/play_minigrid.py runs/plr-1 --show
 
-It sees there what it saw in training: MiniGrid's image of 5 x 5 cells, through walls.
+It sees there what it saw in training: MiniGrid's image of 5 x 5 cells, through walls. The agent in
+benchmarks/results/agent solves 0.85 of 100 FourRooms; of MultiRoom none, as it never saw a door.
 """
 
 import argparse
@@ -25,8 +26,8 @@ args = parser.parse_args()
 
 run, rng, solved = evaluate.load(args.run), np.random.default_rng(0), []
 params, act = jax.tree.map(lambda x: x[0], run.params), jax.jit(run.train.act)  # the first seed
-view = dict(agent_view_size=5, see_through_walls=True)
-env = gymnasium.make(args.env, render_mode="human" if args.show else None, **view)
+env = gymnasium.make(args.env, render_mode="human" if args.show else None, agent_view_size=5)
+env.unwrapped.see_through_walls = True
 for seed in range(args.episodes):
     memory, seen, ended, is_first = run.train.initial_carry(1), env.reset(seed=seed)[0], False, True
     while not ended:

@@ -90,6 +90,16 @@ def trained(tmp, train, script, cartpole):
     return trained
 
 
+@pytest.mark.slow
+def test_the_agent_of_the_repository_plays_minigrid(call):
+    """benchmarks/results/agent, by the package's own FourRooms: most of them, from any start."""
+    agent, script = ROOT / "benchmarks/results/agent", ROOT / "examples/play_minigrid.py"
+    assert sum(path.stat().st_size for path in agent.iterdir()) < 1.5e6
+    status, out, err = call(agent, "--episodes", 20, script=script)
+    assert status == 0, err
+    assert float(re.search(r"FourRooms-v0: solved ([\d.]+) of 20 episodes", out)[1]) > 0.6
+
+
 def measured(rows, column):
     return [float(row[column]) for row in rows if row[column]]
 

@@ -134,13 +134,13 @@ def test_a_second_interrupt_does_what_it_did_before(monkeypatch, tmp_path, handl
 
 
 def test_a_finished_run_is_given_back(whole, capsys):
-    """Resumed where nothing is left to do; the hint names the script."""
+    """Resumed where nothing is left to do; the hint names what comes next."""
     before = table(whole[0])
     state, metrics = dr.run(replace(CONFIG, out=str(whole[0]), resume=True))
     assert state.cycles.tolist() == [12, 12]
     assert metrics == {}
     assert table(whole[0]) == before
-    assert capsys.readouterr().out.endswith(f"evaluate.py {whole[0]} --script dr.py\n")
+    assert capsys.readouterr().out.endswith(f"evaluate.py {whole[0]}\n")
 
 
 # --- save and load
