@@ -582,24 +582,25 @@ def test_levels_of_navix(navix):
 
 
 def test_pictures_of_navix(navix):
-    """Its own, of half the size."""
+    """Its own, twice as large."""
     import navix as package
 
     env = package.make("Navix-DoorKey-Random-8x8-v0", observation_fn=package.observations.rgb)
     theirs = env.reset(jax.random.key(3))
     level = navix.sample_level(jax.random.key(3), n_walls=0)
     _, state = navix.reset(level, 9)
-    np.testing.assert_array_equal(navix.render(level), theirs.observation[::2, ::2])
+    np.testing.assert_array_equal(navix.render(level)[1::2, ::2], theirs.observation)
+    assert navix.render(level).shape == (128, 128, 3)
     for action in 0, 2, 2:
         theirs, state = env.step(theirs, action), navix.step(state, action)[1]
-        np.testing.assert_array_equal(navix.render(state.state), theirs.observation[::2, ::2])
+        np.testing.assert_array_equal(navix.render(state.state)[::2, 1::2], theirs.observation)
     assert (navix.render(state.state) != navix.render(level)).any()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plr", "dr", "accel", "sfl"])
 def test_a_training_on_navix(tmp, train, call, script, navix, name):
-    path, folder = script("navix", name), tmp / f"navix {name}"
+    path, folder = script("navix", name), tmp / f"navix-{name}"
     flags = commands("navix")[2][: None if name in ("plr", "accel") else -2]
     more = "--height 3 --width 3 --n-walls 1 --max-steps 30 --num-steps 32 --bptt-horizon 16"
     flags = [*flags, *TINY, *MORE[name], *more.split(), "--eval-suite", "DoorKey5"]
@@ -612,12 +613,12 @@ def test_a_training_on_navix(tmp, train, call, script, navix, name):
     assert max(measured(rows, "train_return")) > 0
     if name != "plr":
         return
-    train("--resume", "--out", rewind(folder, tmp / "navix again", 8), script=path, **options)
-    assert_equal(folder, tmp / "navix again")
+    train("--resume", "--out", rewind(folder, tmp / "navix-again", 8), script=path, **options)
+    assert_equal(folder, tmp / "navix-again")
     more = "--mazes", "DoorKey5,DoorKey6", "--episodes", 2, "--gif", "DoorKey6"
     status, out, err = call(folder, "--script", path, *more, script=ROOT / "evaluate.py", **options)
     assert status == 0, err
     assert "DoorKey6" in out, err
-    film = Image.open(folder / f"film_navix {name}_12_DoorKey6.gif")
+    film = Image.open(folder / f"film_navix-{name}_12_DoorKey6.gif")
     assert film.size == (96, 96)
     assert Image.open(folder / "levels/update_12.png").width > 1000
