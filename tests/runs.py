@@ -137,7 +137,8 @@ def assert_equal(folder, other):
 
 
 def assert_close(folder, rows, other, other_rows):
-    """Rows of a run equal rows of another, to rounding; columns swept in only one may differ."""
+    """Rows of a run equal rows of another, to rounding; columns swept in only one may differ, and
+    correlations of ranks, which jump where rounding turns a tie."""
     one, two = leaves(load(folder)), leaves(load(other))
     assert one.keys() == two.keys()
     assert len(one) > 20
@@ -150,6 +151,8 @@ def assert_close(folder, rows, other, other_rows):
     assert len(logs[0]) == len(logs[1]) > 0
     for line, other_line in zip(*logs):
         for name in line.keys() & other_line.keys():
+            if name.startswith("rank_correlation"):
+                continue
             x, y = line[name], other_line[name]
             assert (x == y == "") or np.isclose(float(x), float(y), 1e-3, 1e-4), name
 

@@ -165,7 +165,8 @@ def test_archives(layouts):
     assert sorted(path.name for path in four.glob("checkpoint_*")) == sorted(names)
     for i in (4, 8, 12):
         assert dr.read_checkpoint(four / f"checkpoint_{i}.msgpack")["cycles"] == i
-    assert (four / names[-1]).read_bytes() == (four / "checkpoint.msgpack").read_bytes()
+    assert (four / names[2]).read_bytes() == (four / "checkpoint.msgpack").read_bytes()
+    assert (four / names[1]).read_bytes() == (four / "checkpoint_previous.msgpack").read_bytes()
 
 
 @pytest.mark.slow
