@@ -102,7 +102,6 @@ def test_pictures_are_drawn_from_their_data(tmp_path):
     (tmp_path / "speed.json").write_text((FIGURES / "speed.json").read_text())
     commands = {
         "speed": f"speed.py --only --out {tmp_path}",
-        "equal_time": f"curves.py --mazes {FIGURES}/equal_time.csv --out {tmp_path}/equal_time.png",
         "curriculum": f"curriculum.py {FIGURES}/curriculum.json --out {tmp_path}/curriculum.png",
         "paths": f"paths.py {FIGURES}/paths.json --out {tmp_path}/paths.png",
     }
