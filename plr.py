@@ -852,7 +852,7 @@ OTHER_NAMES = {  # field: what minimax, JaxUED, dcd, PureJaxRL and CleanRL call 
     "out": "log_dir",
 }
 COUNTERS = ("grad_updates", "rollouts")  # metrics that logs.csv needs
-PROGRESS = ("cycles", "seconds", "log_bytes", "where")  # in a checkpoint; all else stays the same
+PROGRESS = ("cycles", "seconds", "log_bytes", "log_checksum", "where")  # all else stays the same
 CURVES = ("train_solve_rate", "eval_solve_rate")  # what curves.png and the progress bar show
 HELP = f"""{", ".join(PRESETS)}: what a preset in {SCRIPT} has; other flags then change it.
 Compiled programs are kept in ~/.cache/amaze: delete it freely. On a GPU products are TF32;
@@ -1167,7 +1167,7 @@ def new_checkpoint(config, rows, metrics, state, where):
         raise BadConfig(f"make_train's metrics: {name} is missing, which logs.csv needs")
     metrics = dict.fromkeys(metrics, "logged")
     new = {"config": fixed_fields(config), "rows": rows, "metrics": metrics, "state": state}
-    progress = {"cycles": 0, "seconds": 0.0, "log_bytes": 0, "where": where}
+    progress = {"cycles": 0, "seconds": 0.0, "log_bytes": 0, "log_checksum": "", "where": where}
     return serialization.to_state_dict(new) | progress
 
 
@@ -1187,9 +1187,7 @@ def load_checkpoint(config, folder, new):
                 raise BadConfig(f"{path}: {place:.99} is {there:.99}, in this run {wanted:.99}")
         if not (0 <= last["cycles"] <= config.num_updates and last["log_bytes"] >= 0):
             raise BadConfig(f"{path}: {last['cycles']} cycles, {last['log_bytes']} bytes of rows")
-        nothing = dict.fromkeys(new["metrics"], np.zeros(1))
-        header = list(log_row(config, new["rows"]["0"], nothing, 0, 0.0))
-        check_log(folder / "logs.csv", last["log_bytes"], header)
+        check_log(folder / "logs.csv", last)
     except BadConfig as error:
         names = " or ".join(other.name for other in others[:2])
         helps = f"; what helps: {names} in place of {path.name}" if len(others) > 0 else ""
@@ -1197,23 +1195,19 @@ def load_checkpoint(config, folder, new):
     return last
 
 
-def check_log(path, log_bytes, header):
-    """Refuse a logs.csv without the rows that a checkpoint counts on, unless it is empty."""
-    if log_bytes == 0 or (path.is_file() and path.stat().st_size == 0):
-        return
-    rows = b""
-    if path.is_file():
-        with open(path, "rb") as file:
-            rows = file.read(log_bytes)
-    first, *lines = [line.split(",") for line in rows.decode(errors="replace").split("\r\n")]
-    try:
-        numbers = [[float(x) for x in line if x != ""] for line in lines]
-        ours = first == header and {len(line) for line in lines[:-1]} == {len(header)}
-        ours = ours and len(rows) == log_bytes and numbers[-1] == []  # the last line ends
-    except ValueError:
-        ours = False
-    if not ours:
-        allowed = f"all {log_bytes} bytes of them, or an empty file to go on without"
+def checksum_of(path, size):
+    """Of the first `size` bytes of a file."""
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read(size)).hexdigest()
+
+
+def check_log(path, last):
+    """Refuse a logs.csv that has not the rows of the checkpoint `last`, unless it is empty."""
+    size, checksum = last["log_bytes"], last["log_checksum"]
+    there = path.stat().st_size if path.is_file() else -1
+    has_rows = there >= size and checksum_of(path, size) == checksum
+    if there != 0 and not has_rows:
+        allowed = f"all {size} bytes of them, or an empty file to go on without"
         raise BadConfig(f"{path} has not the rows of this checkpoint: allowed are {allowed}")
 
 
@@ -1228,11 +1222,12 @@ def open_log(folder, log_bytes):
 
 
 def save_checkpoint(path, log, reached, state):
-    """It notes how long logs.csv is, so that both agree after a crash."""
+    """It notes what logs.csv holds, so that both agree after a crash."""
     data = reached | serialization.to_state_dict({"state": gather(state)})
     if jax.process_index() == 0:
         os.fsync(log.fileno())  # before the checkpoint that counts on it
-        write_checkpoint(path, data | {"log_bytes": log.tell()})
+        checksum = checksum_of(log.name, log.tell())
+        write_checkpoint(path, data | {"log_bytes": log.tell(), "log_checksum": checksum})
 
 
 def make_folder(config):

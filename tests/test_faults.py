@@ -259,7 +259,8 @@ def test_logs(run, monkeypatch, capsys):
     rows = path.read_bytes()
     lies = {"cut": rows[:-1], "half": rows[: len(rows) // 2], "header": rows.replace(b"lr", b"rl"),
             "a word": rows.replace(b"0.01", b"0.x1"), "NULs": rows[:-20] + bytes(20),
-            "a cell less": rows.replace(b",0.01", b"00001", 1)}  # fmt: skip
+            "a cell less": rows.replace(b",0.01", b"00001", 1),
+            "another digit": rows.replace(b",0.01", b",0.02", 1)}  # fmt: skip
     for name, lie in lies.items():
         path.write_bytes(lie)
         assert lie != rows, name
