@@ -22,9 +22,11 @@ TARGETS = {  # diff: the scripts that it is meant for
     "attention": "dr plr accel paired sfl", "rows": "dr plr accel sfl", "ncc": "plr",
     "best_quarter": "plr accel", "mna": "plr accel", "optimistic": "plr accel",
     "cartpole": "dr plr accel sfl", "craftax": "dr plr accel sfl", "navix": "dr plr accel sfl",
-    "cartpole_paired": "paired"}  # fmt: skip
-SCORE, STUDENT, LEVELS, REPLAY, QUARTER, OPTIMISTIC = (
-    "mna", "attention", "rows", "ncc", "best_quarter", "optimistic")  # fmt: skip
+    "cartpole_paired": "paired", "traced": "plr", "value_disagreement": "plr accel"}  # fmt: skip
+SCORE, STUDENT, LEVELS, REPLAY, QUARTER, OPTIMISTIC, TRACED, DISAGREEMENT = (
+    "mna", "attention", "rows", "ncc", "best_quarter", "optimistic", "traced",
+    "value_disagreement")  # fmt: skip
+CHANGED = {TRACED: 70, DISAGREEMENT: 29}  # lines of a diff, at most
 TINY = """--height 5 --width 5 --n-walls 6 --max-steps 12 --num-envs 8 --num-steps 16 --lr 1e-2
     --hidden-size 16 --update-epochs 2 --eval-suite TrivialMaze --eval-episodes 2 --num-updates 6
     --log-interval 2 --devices 1""".split()
@@ -59,8 +61,8 @@ def test_a_diff_applies_exactly(recipe, name, tmp_path):
 def test_every_diff_is_short_and_known():
     diffs = {path.stem: path.read_text() for path in (ROOT / "examples").glob("*.diff")}
     assert diffs.keys() == TARGETS.keys()
-    for diff in diffs.values():
-        assert 0 < len(re.findall(r"(?m)^[+-]", diff)) - 2 <= 24
+    for name, diff in diffs.items():
+        assert 0 < len(re.findall(r"(?m)^[+-]", diff)) - 2 <= CHANGED.get(name, 24)
 
 
 def load(path):
@@ -203,6 +205,102 @@ def test_hope_for_what_was_never_solved(tmp_path, run):
         np.testing.assert_allclose(seen, [0, *best[1:]])
     rows = run(path, *"--buffer-size 8 --min-fill 0.5 --rnn none".split())
     assert int(rows[-1]["grad_updates"]) > 0
+
+
+SMALL = dict(
+    height=5, width=5, n_walls=6, max_steps=12, num_envs=4, num_steps=16, num_evals=2,
+    hidden_size=16, buffer_size=8, eval_interval=0, solvable_only=False)  # fmt: skip
+
+
+def played(path, score):
+    """The script, its parts, a state, levels and what was played on them [T, B]."""
+    module = load(path)
+    config = module.Config(**SMALL, score=score)
+    parts = module.make_train(config).parts
+    state = jax.jit(parts["init"])(jax.random.key(0))
+    levels = parts["sample_levels"](jax.random.key(1), 4)
+    queue = jax.tree.map(lambda x: x[:, None], levels)
+    batch, last = jax.jit(parts["rollout"])(jax.random.key(2), state.student.params, queue)
+    assert batch.done.any()
+    return module, config, parts, state, levels, batch, last
+
+
+@pytest.mark.slow
+def test_traced(tmp_path, run):
+    """2506.19997: difficulty is positive value loss and the transition's error; a level is worth
+    also what those after it have gained. Beside plain loops."""
+    path = hack(TRACED, tmp_path)
+    module, config, parts, state, levels, batch, last = played(path, "traced")
+    predicted = np.random.default_rng(0).random(batch.obs.image.shape, np.float32)
+    errors = np.asarray(module.transition_errors(predicted, batch))
+    for b in range(8):
+        pairs = [
+            (np.asarray(batch.obs.image[t + 1, b], float) / 10, predicted[t, b])
+            for t in range(15)
+            if not batch.done[t, b]  # else the next image is of another episode
+        ]
+        np.testing.assert_allclose(errors[b], np.mean([abs(x - y) for x, y in pairs]), 1e-5)
+
+    predict, agent = jax.jit(parts["predict"]), state.predictor
+    first = predict(agent, batch)[1].mean()
+    for _ in range(200):
+        agent, errors = predict(agent, batch)
+    assert errors.mean() < 0.3 * first  # it learns
+
+    arguments = levels, jnp.zeros(4, int), batch, last, errors
+    entries, slot, scores = jax.jit(parts["score"])(state, *arguments)
+    of_level = np.asarray(errors).reshape(4, 2).mean(1)
+    difficulty = np.asarray(scores["positive_value_loss"]) + of_level
+    np.testing.assert_allclose(entries.score, difficulty, 1e-5)
+    np.testing.assert_allclose(entries.difficulty, difficulty, 1e-5)
+
+    now = jnp.array(9)
+    before = jnp.arange(8.0) / 8
+    buffer = state.buffer._replace(
+        scored=jnp.arange(8) < 7, score=before + 1, difficulty=before,
+        touched=jnp.array([8, 8, 3, 7, 8, 2, 9, 8]))  # fmt: skip
+    state = state.replace(cycles=now, buffer=buffer)
+    slot = jnp.array([2, 3, 8, 5])  # the third is new
+    after = parts["co_learnability"](state, entries, slot)
+    gain = np.mean([before[slot[i]] - difficulty[i] for i in (0, 1, 3)])
+    expected = np.array(before) + 1
+    expected[[0, 1, 4]] += gain  # played in cycle 8, and there
+    np.testing.assert_allclose(after.score, expected, 1e-5)
+    nothing = parts["co_learnability"](state, entries, jnp.full(4, 8))
+    np.testing.assert_array_equal(nothing.score, before + 1)
+
+    rows = run(path, *"--score traced --buffer-size 8 --min-fill 0.5 --rnn none".split())
+    assert int(rows[-1]["grad_updates"]) > 0
+    assert float(rows[-1]["transition_error"]) > 0
+
+
+@pytest.mark.slow
+def test_value_disagreement(tmp_path, run):
+    """2006.09641: the spread of several values where a level begins; each learns from itself."""
+    path = hack(DISAGREEMENT, tmp_path)
+    module, config, parts, state, levels, batch, last = played(path, "value_disagreement")
+    value, reward, done = map(np.asarray, (batch.value, batch.reward, batch.done))
+    assert value.shape == (16, 8, 3)
+    advantages = np.asarray(module.gae_of_each(batch, last, 0.9, 0.8))
+    for b, k in np.ndindex(8, 3):
+        advantage, following = 0.0, float(last[b, k])
+        for t in reversed(range(16)):
+            keep = 0.0 if done[t, b] else 1.0
+            delta = reward[t, b] + 0.9 * following * keep - value[t, b, k]
+            advantage = delta + 0.9 * 0.8 * keep * advantage
+            following = value[t, b, k]
+            np.testing.assert_allclose(advantages[t, b, k], advantage, 1e-4, 1e-6)
+
+    scores = jax.jit(parts["score"])(state, levels, jnp.zeros(4, int), batch, last)[2]
+    for i in range(4):
+        spread = [np.std([value[0, b, k] for k in range(3)]) for b in (2 * i, 2 * i + 1)]
+        np.testing.assert_allclose(scores["value_disagreement"][i], np.mean(spread), 1e-5)
+
+    args = "--score value_disagreement --buffer-size 8 --min-fill 0.5 --rnn none".split()
+    for name in ("plr", "accel"):
+        (tmp_path / name).mkdir()
+        rows = run(hack(DISAGREEMENT, tmp_path / name, name), *args)
+        assert int(rows[-1]["grad_updates"]) > 0
 
 
 @pytest.mark.slow
