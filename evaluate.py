@@ -113,6 +113,7 @@ class Run(NamedTuple):
     params: dict  # [A, ...]
     train: Callable  # the script's, of which act, initial_carry, reset and step are needed here
     env: ModuleType = amaze  # what the script imports as amaze
+    script: Path | None = None
 
 
 # --- mazes
@@ -525,7 +526,8 @@ def load(path, script=(), agent="protagonist", trainings=0):
     data = read_checkpoint(path / "checkpoint.msgpack" if path.is_dir() else path)
     made_by = settings.pop("script")
     settings.pop("track", None)  # who plays needs no tracker
-    module = import_script(choose_script(made_by, script))
+    script = choose_script(made_by, script)
+    module = import_script(script)
     unknown = set(settings) - {f.name for f in fields(module.Config)}
     if len(unknown) > 0:
         raise Refused(f"config.json: {made_by} does not know {', '.join(sorted(unknown))}")
@@ -545,8 +547,8 @@ def load(path, script=(), agent="protagonist", trainings=0):
     chosen = [i for i, x in enumerate(agents) if x["agent"] in wanted[agent]]
     params = jax.tree.map(lambda x: x[chosen], params)
     agents = [agents[i] for i in chosen]
-    folder, algorithm = folder.resolve(), Path(made_by).stem
-    return Run(folder.name, folder, algorithm, data["cycles"], agents, params, train, module.amaze)
+    folder, about = folder.resolve(), (Path(made_by).stem, data["cycles"])
+    return Run(folder.name, folder, *about, agents, params, train, module.amaze, script)
 
 
 def save(folder, config, state):
@@ -611,6 +613,10 @@ def load_runs(args):
     runs = list(runs.values())
     if len({run.env for run in runs}) > 1:
         raise Refused("runs of different environments: allowed is one at a time")
+    for script in args.script:
+        if len(refused) == 0 and Path(script) not in [run.script for run in runs]:
+            names = ", ".join({f"{run.algorithm}.py" for run in runs})
+            raise Refused(f"script = {script}: allowed is one that made a run, as {names} did")
     if len(runs) > 0:
         shared = common_folder([run.folder.parent for run in runs])
         names = [os.path.relpath(run.folder, shared) for run in runs]

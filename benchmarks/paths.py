@@ -1,6 +1,7 @@
 """Where agents walk: their first episodes on test mazes, those that evaluate.py plays, as lines.
 
     python benchmarks/paths.py runs/sfl --seeds 1 3 --mazes Rings,Serpentine
+    python benchmarks/paths.py runs/plr --mazes Sampled-1109      # a level of `--suite sampled`
     python benchmarks/paths.py paths.json      # only draws the picture from it again
 
 A row of the picture is an agent on a maze; its episodes stand side by side, each from the red dot
@@ -24,8 +25,11 @@ import evaluate
 
 def walk(run, agent, name, episodes):
     """-> of each episode the level as text, the cells [n, 2] of its n steps, if it was solved."""
-    _, max_steps, see = amaze.TEST_MAZES[name]
-    levels = evaluate.draw([name], episodes, seed=0)[name]
+    source, _, number = name.partition("-")
+    _, max_steps, see = amaze.TEST_MAZES[source]
+    levels = evaluate.draw([source], int(number) + 1 if number else episodes, seed=0)[source]
+    if number:
+        levels = jax.tree.map(lambda x: x[-1:], levels)
     levels = jax.tree.map(lambda x: jnp.resize(x, (episodes, *x.shape[1:])), levels)
     rng, params = evaluate.agent_keys(run, 0)[agent], jax.tree.map(lambda x: x[agent], run.params)
     tags = np.array([evaluate.tag(name, i) for i in range(episodes)])
@@ -88,7 +92,7 @@ def main():
         return plot(json.loads(Path(options.run).read_text()), options.out)
     run = evaluate.load(options.run, options.script)
     mazes = options.mazes.split(",")
-    if unknown := {*mazes} - {*amaze.TEST_MAZES}:
+    if unknown := {maze.partition("-")[0] for maze in mazes} - {*amaze.TEST_MAZES}:
         parser.error(f"--mazes: unknown {', '.join(unknown)}")
     walks = {
         f"{run.name} seed {run.agents[i]['seed']}\n{maze}": [*walk(run, i, maze, options.episodes)]

@@ -588,8 +588,20 @@ def test_a_hacked_copy_needs_script(run, tmp_path, capsys, monkeypatch):
     assert "my_dr.py" in errors[0]
     assert "--script" in errors[0]
     assert not (tmp_path / "ran").exists()
-    assert load(run, script=str(mine)).algorithm == "my_dr"
+    assert load(run, script=(str(mine),)).algorithm == "my_dr"
     assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.slow
+def test_a_script_that_made_no_run_is_refused(run, tmp_path, capsys, monkeypatch):
+    """Else what was changed in it would seem to change nothing."""
+    for name in ("hot.py", "dr.py"):
+        shutil.copy(ROOT / "dr.py", tmp_path / name)
+    status, _, errors = call(capsys, monkeypatch, run, "--script", str(tmp_path / "hot.py"))
+    assert status == 2
+    assert f"script = {tmp_path / 'hot.py'}: allowed is one that made a run" in errors[0]
+    args = "--script", str(tmp_path / "dr.py"), "--mazes", "TrivialMaze", "--episodes", "1"
+    assert call(capsys, monkeypatch, run, *args)[0] == 0
 
 
 def test_each_run_finds_its_own_script(tmp_path):
