@@ -202,7 +202,13 @@ def plot(folders, path):
     for axes in panels[len(folders) : -1]:
         axes.set_visible(False)
     panels[-1].set_title("their means", fontsize=10)
-    panels[-1].legend(fontsize=8, loc="lower right")
+    table = read(HERE / "results" / "baselines.csv")
+    [unlearned] = [row for row in table if (row["suite"], row["maze"]) == ("dcd", "mean")]
+    for player, style in {"left hand": ":", "right hand": "--"}.items():
+        rate = float(unlearned[player])
+        label = f"{player} on wall"
+        panels[-1].axhline(rate, color="0.3", ls=style, lw=1, label=label)
+    panels[-1].legend(fontsize=6.5, loc="lower right", ncols=2)
     for axes in panels:
         axes.set(ylim=(0, 1.02))
         axes.grid(alpha=0.3)
