@@ -945,7 +945,8 @@ def evaluate(args):
         if longest > LONGEST:
             raise Refused(f"max_steps = {longest}: allowed with --play is at most {LONGEST}")
         mazes = own + draw_mazes(env.TEST_MAZES, replace(args, episodes=5), False, env)
-        write(out / "play.html", lambda file: file.write(page(runs, mazes)))
+        html = page(runs, mazes)
+        write(out / "play.html", lambda file: file.write(html))
         return refused
     mazes = own + draw_mazes(names[len(own) :], args, sampled, env)
     if args.show_levels:
