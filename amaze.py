@@ -1,36 +1,36 @@
 """AMaze: MiniGrid's mazes as arrays, for unsupervised environment design in JAX.
 
-A level is a grid of walls, a goal, and an agent that starts somewhere and faces some way. The agent
-sees the 5 x 5 cells in front of it and must find the goal. Dynamics, observations and rewards are
-those of the `minigrid` package, byte for byte; the tensorised form follows minimax's AMaze
-(2311.12716). Everything up to the drawing is pure and works under jit, vmap and scan.
+A level is a grid of walls, a goal, and the start position and direction of an agent. The agent sees
+the 5 x 5 cells in front of it and must find the goal. Dynamics, observations and rewards are those
+of the `minigrid` package, byte for byte; the tensorised form follows minimax's AMaze (2311.12716).
+All but the text form and the drawing is pure and works under jit, vmap and scan.
 
     level = sample_level(rng)                            # or level_from_text, edit_level, ...
     obs, state = reset(level)                            # Observation(image, direction), EnvState
-    obs, state, reward, done = step(state, action)       # one level, no restart
-    obs, state, reward, done = step_and_reset(state, action)    # obs: the next episode's on done
+    obs, state, reward, done = step(state, action)       # no reset at the end of an episode
+    obs, state, reward, done = step_and_reset(state, action)    # on done, obs starts a new episode
 
-A state plays one level or a queue of K levels: `reset` takes either, and on done `step_and_reset`
-goes on to the queue's next level, after the last to the first. With K = 1 it restarts the level.
+A state plays one level or a queue of K levels: `reset` takes either. On done `step_and_reset`
+starts the queue's next level, after the last one the first. With K = 1 it restarts the same level.
 
 Speed: a step changes a few numbers of the agent and never the grid. `reset` packs the walls into
-32-bit words, once for each way the agent can face, such that what lies in front is always the next
-five words; an observation is one read of five words, a shift, and elementwise work.
+32-bit words, once for each direction of the agent, so that the cells ahead are always the next five
+words; an observation is one read of five words, a shift, and elementwise operations.
 
 Conventions: arrays are indexed [y, x], positions are (x, y). Directions: 0 right, 1 down, 2 left,
-3 up. Actions: 0 turn left, 1 turn right, 2 forward, 3 to 6 only pass time (MiniGrid's seven).
+3 up. Actions are MiniGrid's seven: 0 turn left, 1 turn right, 2 forward; 3 to 6 only pass time.
 Walk a maze in the terminal:  python amaze.py Labyrinth
 
-Another environment is a module with these names, in place of this one (`import mine as amaze`):
+To use another environment, import a module with these names instead (`import mine as amaze`):
 scripts       NUM_ACTIONS; reset(level or queue, max_steps), step, step_and_reset: see over_queues;
               solved(return of an episode); level_stats(level, max_steps); plot_levels;
               TEST_MAZES {name: (sample(rng) -> level, max_steps)}, SUITES, sample_mazes;
-              sample_level, or what else a script's sample_levels and Config call
+              sample_level, and whatever else sample_levels and Config of the script use
 plr, accel    level_code(level) -> an array, equal for equal levels
 accel         edit_level(rng, level, n_edits)
 paired        teacher_reset, teacher_step, and TeacherState.level
-evaluate.py   EnvState and render for films; if levels differ in shape, pad_levels; for --maze-file
-              level_from_text; for --suite sampled a suite of that name, of one maze
+evaluate.py   EnvState and render for films; pad_levels if levels differ in shape; level_from_text
+              for --maze-file; a suite "sampled" of one maze for --suite sampled
 """
 
 import argparse
@@ -49,7 +49,7 @@ LEFT, RIGHT, FORWARD = 0, 1, 2
 VIEW = 5  # the agent sees VIEW x VIEW cells
 EMPTY, WALL, GOAL = (1, 0, 0), (2, 5, 0), (8, 1, 0)
 UNSEEN, AGENT = (0, 0, 0), (10, 0, 0)
-# Four bits for each kind of cell, of channel c in word c: shifting is faster than a look-up.
+# Word c has channel c of every kind of cell, in four bits each: a shift is faster than a look-up.
 _KINDS = np.array([EMPTY, WALL, GOAL, UNSEEN], np.uint32)  # at most eight
 _WORDS = (_KINDS << 4 * np.arange(len(_KINDS), dtype=np.uint32)[:, None]).sum(0, dtype=np.uint32)
 
@@ -70,17 +70,17 @@ class EnvState(NamedTuple):
     agent_pos: jax.Array  # [2] int32 (x, y)
     agent_dir: jax.Array  # [] int32
     t: jax.Array  # [] int32, actions taken in this episode
-    front: jax.Array  # [] uint8, the kind of cell ahead: image[2, 3, 0]
+    front: jax.Array  # [] uint8, the kind of the cell ahead: image[2, 3, 0]
     slot: jax.Array  # [] int32, which level of the queue is being played
     levels: Level  # [K, ...], the queue; never changes
     walls: jax.Array  # [K * 4 * words * lines] uint32, pack_walls; never changes
     max_steps: jax.Array  # [] int32
-    see_through_walls: jax.Array | None  # [] bool; None: True for all, nothing is computed
+    see_through_walls: jax.Array | None  # [] bool; None: always True, and no visibility is computed
 
 
 class Solution(NamedTuple):
     path_length: jax.Array  # [] int32, moves between cells, -1 if unsolvable
-    n_actions: jax.Array  # [] int32, fewest actions with turns, -1 if unsolvable
+    n_actions: jax.Array  # [] int32, fewest actions including turns, -1 if unsolvable
     solvable: jax.Array  # [] bool
 
 
@@ -92,7 +92,7 @@ def pack_walls(wall_map):
 
     Line v of direction d holds the cells v steps ahead of the edge at the agent's back; bit b of
     word w is the cell 28 w + b - 2 from the left edge. Words overlap by 4 cells, so the 5 cells
-    around position u are bits u % 28 to u % 28 + 4 of word u // 28. Beyond the grid all is wall.
+    around position u are bits u % 28 to u % 28 + 4 of word u // 28. Outside the grid there is wall.
     """
     size = max(wall_map.shape)
     square = jnp.pad(wall_map, [(0, size - n) for n in wall_map.shape], constant_values=True)
@@ -105,7 +105,7 @@ def pack_walls(wall_map):
 
 
 def _in_frame(pos, direction, size):
-    """Position as (steps from the edge at the back, steps from the left edge) of who faces so."""
+    """A position as (steps from the edge at the back, steps from the left edge) of the agent."""
     is_sideways = direction % 2 == 0
     ahead = jnp.where(is_sideways, pos[0], pos[1])
     across = jnp.where(is_sideways, pos[1], pos[0])
@@ -115,9 +115,9 @@ def _in_frame(pos, direction, size):
 
 
 def _visible(lines):
-    """MiniGrid's process_vis on bits: walls of the 5 lines ahead (near first) -> what is seen.
+    """MiniGrid's process_vis on bits: walls of the 5 lines ahead (near first) -> visible cells.
 
-    Light spreads sideways through open cells of a line, then to the line beyond and its diagonals.
+    Light spreads sideways through the open cells of a line, then ahead and diagonally to the next.
     """
     lit = jnp.uint32(0b00100)
     visible = []
@@ -186,7 +186,7 @@ def reset(level, max_steps=250, see_through_walls=True):
 
 
 def _act(state, action):
-    """Turn or move: (state without its new view, reward, done)."""
+    """Turn or move -> (state, of which `front` is still old, reward, done)."""
     turn = jnp.where(action == LEFT, 3, 0) + jnp.where(action == RIGHT, 1, 0)
     is_forward = action == FORWARD
     moves = is_forward & (state.front != WALL[0])
@@ -202,14 +202,14 @@ def _act(state, action):
 
 
 def step(state, action):
-    """One action, no restart: (Observation, EnvState, reward [] float32, done [] bool)."""
+    """One action, without a reset: (Observation, EnvState, reward [] float32, done [] bool)."""
     state, reward, done = _act(state, action)
     obs, state = _look(state)
     return obs, state, reward, done
 
 
 def step_and_reset(state, action):
-    """As `step`; on done the observation and state open an episode on the queue's next level."""
+    """As `step`, but on done the observation and state start an episode on the next level."""
     state, reward, done = _act(state, action)
     slot = jnp.where(done, state.slot + 1, state.slot) % len(state.levels.agent_dir)
     state = state._replace(slot=slot)
@@ -232,12 +232,12 @@ class QueueState(NamedTuple):
     state: NamedTuple  # of the level being played
     slot: jax.Array  # [] int32, which level of the queue that is
     queue: NamedTuple  # [K, ...], levels; never changes
-    rules: tuple  # what reset takes beside a level; never changes
+    rules: tuple  # the other arguments of reset; never changes
 
 
 def over_queues(reset, step, ndim):
-    """For other environments: reset, step and step_and_reset as above, from a reset(level, *rules)
-    and a step(state, action) of one level, of which the first array has ndim axes."""
+    """For other environments: make reset, step and step_and_reset as above from functions of one
+    level, reset(level, *rules) and step(state, action); a level's first array has ndim axes."""
 
     def open_queue(level, *rules):
         queue = jax.tree.map(jnp.asarray, level)
@@ -271,7 +271,7 @@ def _below(bits, n):
 
 
 def _kth(mask, k):
-    """Index of the k-th True (from 0) of a flat mask; its length if there are not so many."""
+    """Index of the k-th True (from 0) of a flat mask; the mask's length if there are too few."""
     return jnp.sum(jnp.cumsum(mask) <= k)
 
 
@@ -280,7 +280,7 @@ def _xy(index, width):
 
 
 def _place(bits, wall_map):
-    """A level on given walls: agent and goal uniform on distinct free cells; bits [3]."""
+    """A level on these walls: agent and goal uniform on distinct free cells, from bits [3]."""
     height, width = wall_map.shape
     free = ~wall_map.reshape(-1)
     n_free = jnp.sum(free)
@@ -291,7 +291,7 @@ def _place(bits, wall_map):
 
 
 def place(rng, wall_map):
-    """A level on walls [H, W] that leave two cells free: agent, goal and direction at random."""
+    """A level on walls [H, W] with two or more free cells; agent, direction and goal are random."""
     return _place(jax.random.bits(rng, (3,), jnp.uint32), wall_map)
 
 
@@ -339,22 +339,22 @@ def edit_level(rng, level, n_edits):
 
 
 def _on_gpu():
-    """Whether a loop until something holds waits for the host at each trip, so that few, long trips
-    are faster, though they do more than is needed."""
+    """Whether a GPU runs this. There a while loop waits for the host at each trip, so few, long
+    trips are faster, even if they do more than is needed."""
     return jax.default_backend() != "cpu"
 
 
 def _words(mask):
-    """Bits [..., n] as words [..., ceil(n / 32)] uint32, the first in a word's lowest bit."""
+    """Bits [..., n] as words [..., ceil(n / 32)] uint32; a word's first bit is its lowest."""
     bits = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -mask.shape[-1] % 32)])
     bits = bits.reshape(*mask.shape[:-1], -1, 32).astype(jnp.uint32)
     return (bits << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
 
 
 def _move(reached, free):
-    """Cells reached after one more move, by the direction moved in, as rows of words: [4, H, words]
-    from [4, H, words]."""
-    from_left = jnp.pad(reached[0], ((0, 0), (1, 0)))[:, :-1] >> 31  # out of the word before
+    """Cells reached by one more move, for each direction of the move, as rows of words: [4, H,
+    words] from [4, H, words]."""
+    from_left = jnp.pad(reached[0], ((0, 0), (1, 0)))[:, :-1] >> 31  # from the previous word
     from_right = jnp.pad(reached[2], ((0, 0), (0, 1)))[:, 1:] << 31
     right = reached[0] << 1 | from_left
     down = jnp.pad(reached[1], ((1, 0), (0, 0)))[:-1]
@@ -364,16 +364,16 @@ def _move(reached, free):
 
 
 class Flood(NamedTuple):
-    cells: jax.Array  # [H, words] uint32, reached by so many moves between cells
-    poses: jax.Array  # [4, H, words] uint32, reached by so many actions, by direction
-    path_length: jax.Array  # [] int32, moves, until the goal is reached
-    n_actions: jax.Array  # [] int32
+    cells: jax.Array  # [H, words] uint32, cells reached by moves between cells
+    poses: jax.Array  # [4, H, words] uint32, cells reached by actions, for each direction
+    path_length: jax.Array  # [] int32, moves so far, until the goal is reached
+    n_actions: jax.Array  # [] int32, actions so far, until the goal is reached
     goes_on: jax.Array  # [] bool
 
 
 def solve(level):
-    """Exact breadth-first search over cells and over (direction, cell) at once: a Solution. A row
-    of cells is the bits of a few words, which takes a tenth of the time of cell by cell."""
+    """Exact breadth-first search over cells and over (direction, cell) at once -> Solution. A row
+    of cells is the bits of a few words, which takes a tenth of the time of single cells."""
     height, width = level.wall_map.shape
     y, x = jnp.arange(height)[:, None], jnp.arange(width)[None, :]
     start = _words((x == level.agent_pos[0]) & (y == level.agent_pos[1]))
@@ -388,7 +388,7 @@ def solve(level):
 
     def trip(flood):
         cells, poses, path_length, n_actions, _ = flood
-        for _ in range(16 if _on_gpu() else 1):  # beyond the goal they change no count
+        for _ in range(16 if _on_gpu() else 1):  # after the goal no count changes
             path_length += jnp.where(jnp.any(cells & goal), 0, 1)
             n_actions += jnp.where(jnp.any(poses & goal), 0, 1)
             cells, poses = spread(cells, poses)
@@ -416,14 +416,14 @@ def level_code(level):
 
 
 def optimal_return(solution, max_steps):
-    """1 - 0.9 n* / T, the best return there is; 0 where the goal cannot be reached in time."""
+    """1 - 0.9 n* / T, the optimal return with n* actions; 0 if the goal is out of reach in time."""
     in_time = solution.solvable & (solution.n_actions <= max_steps)
     return jnp.where(in_time, 1 - 0.9 * (solution.n_actions / max_steps), 0).astype(jnp.float32)
 
 
 def level_stats(level, max_steps=250):
-    """Numbers of a level, NaN where there is none: what is logged, and captions of pictures. Regret
-    is measured by optimal_return, if there is one."""
+    """Numbers that describe a level, for logs and captions; NaN if one is not defined. The true
+    regret needs optimal_return, which other environments may leave out."""
     solution = solve(level)
     return {
         "walls": jnp.sum(level.wall_map),
@@ -437,8 +437,8 @@ def level_stats(level, max_steps=250):
 
 
 def level_from_text(text):
-    """A level drawn with '#' wall, '.' floor, 'G' goal, and the agent as '>', 'v', '<' or '^'; at
-    most 128 rows and columns. What all lines are indented by is left out."""
+    """A level from text: '#' wall, '.' floor, 'G' goal, and the agent as '>', 'v', '<' or '^'. At
+    most 128 rows and columns; common indentation is ignored. Errors: ValueError, with the place."""
     rows = textwrap.dedent(text).strip("\n").splitlines()
     if len(rows) > 128 or any(len(row) > 128 for row in rows):
         raise ValueError("more than 128 rows or columns")
@@ -490,12 +490,12 @@ class TestMaze(NamedTuple):
 
 
 def sample_fixed(rng, text):
-    """The maze drawn in `text`, at each reset the same."""
+    """The maze drawn in `text`, the same at each reset."""
     return level_from_text(text)
 
 
 def sample_corridor(rng, text):
-    """The maze drawn in `text`, with the goal in any of the dead ends beside the middle wall."""
+    """The maze drawn in `text`, with the goal in a random dead end beside the middle wall."""
     level = level_from_text(text)
     size = len(level.wall_map)
     ends = [(x, y) for y in (size // 2 - 1, size // 2 + 1) for x in range(2, size - 1, 2)]
@@ -503,7 +503,7 @@ def sample_corridor(rng, text):
 
 
 def _neighbours(n):
-    """Right, below, left and above each of n x n rooms [n * n, 4]; beyond the edge: the room."""
+    """The rooms right, below, left, above of n x n rooms [n * n, 4]; at an edge the room itself."""
     y, x = np.divmod(np.arange(n * n)[:, None], n)
     y = np.clip(y + [0, 1, 0, -1], 0, n - 1)
     x = np.clip(x + [1, 0, -1, 0], 0, n - 1)
@@ -511,14 +511,14 @@ def _neighbours(n):
 
 
 def _open_doors(size, rooms, parents):
-    """Walls [size, size] with doors that join the even cells `rooms` to `parents` [K]."""
+    """Walls [size, size] around the even cells, with doors from `rooms` to `parents` [K]."""
     n = (size + 1) // 2  # n x n rooms
     wall_map = jnp.ones((size, size), bool).at[::2, ::2].set(False)
     return wall_map.at[rooms // n + parents // n, rooms % n + parents % n].set(False)
 
 
 def _from_corner_to_corner(rng, wall_map):
-    """A level on the walls [size, size]: start and goal are two of the corners."""
+    """A level on the walls [size, size]; start and goal are two different corners."""
     end = len(wall_map) - 1
     corners = jnp.array([[0, 0], [end, 0], [0, end], [end, end]], jnp.int32)
     start, goal = jax.random.permutation(rng, corners)[:2]
@@ -526,7 +526,7 @@ def _from_corner_to_corner(rng, wall_map):
 
 
 def sample_perfect_maze(rng, size):
-    """Spanning tree of the even cells, depth first, as minimax (Apache-2.0); ends: two corners."""
+    """Depth-first spanning tree of the even cells, as minimax (Apache-2.0); ends: two corners."""
     n = (size + 1) // 2
     rng_tree, rng_corners = jax.random.split(rng)
     bits = jax.random.bits(rng_tree, (2 * n * n,), jnp.uint32)
@@ -536,7 +536,7 @@ def sample_perfect_maze(rng, size):
     def visit(k, carry):
         room, parent = carry  # [], [n * n]; -1 unvisited
         new = parent[neighbours[room]] < 0  # [4]
-        pick = _kth(new, _below(bits[k], jnp.sum(new)))  # 4 if there is none: back
+        pick = _kth(new, _below(bits[k], jnp.sum(new)))  # 4, back to the parent, if none
         next_room = jnp.append(neighbours[room], parent[room])[pick]
         next_parent = jnp.where(jnp.any(new), room, parent[next_room])
         return next_room, parent.at[next_room].set(next_parent)
@@ -547,8 +547,8 @@ def sample_perfect_maze(rng, size):
 
 
 def sample_kruskal_maze(rng, size):
-    """Spanning tree of the even cells by Kruskal's algorithm over shuffled edges, as dcd's
-    MSTMazeEnv does (CC BY-SA 4.0; no code of it): short dead ends; start, goal: two corners."""
+    """Spanning tree of the even cells by Kruskal's algorithm on shuffled edges, as dcd's MSTMazeEnv
+    (CC BY-SA 4.0; none of its code is used): short dead ends; start and goal are two corners."""
     n = (size + 1) // 2
     rng_tree, rng_corners = jax.random.split(rng)
     room = np.arange(n * n).reshape(n, n)
@@ -560,7 +560,7 @@ def sample_kruskal_maze(rng, size):
         a, b = tree[edge]  # labels of the two parts
         return jnp.where(tree == a, b, tree), jnp.where(a == b, edge[1], edge[0])
 
-    # an edge within a part opens no door, but the room that is open anyhow
+    # an edge within one part opens no door: it joins a room to itself
     _, rooms = jax.lax.scan(join, jnp.arange(n * n), edges)
     return _from_corner_to_corner(rng_corners, _open_doors(size, rooms, edges[:, 1]))
 
@@ -575,17 +575,17 @@ def sample_four_rooms(rng):
 
 
 def sample_simple_crossing(rng):
-    """MiniGrid-SimpleCrossingS11N5-v0: 5 rivers, one opening each, crossed by a monotone path."""
+    """MiniGrid-SimpleCrossingS11N5-v0: 5 walls (rivers), with openings along a monotone path."""
     rng_rivers, rng_openings = jax.random.split(rng)
     rivers = jax.random.permutation(rng_rivers, 8)[:5]
     is_column = rivers < 4  # [5]
     at = 2 * (rivers % 4) + 1  # that column, or row
-    columns = jnp.sort(jnp.where(is_column, at, 9))  # [5], 9 where there is none
+    columns = jnp.sort(jnp.where(is_column, at, 9))  # [5], sorted; 9: none
     rows = jnp.sort(jnp.where(is_column, 9, at))
     x, y = jnp.arange(9)[None, :], jnp.arange(9)[:, None]
     wall_map = jnp.isin(x, columns) | jnp.isin(y, rows)
-    # The drawn order of the rivers is also a uniform order of crossing columns and rows. Each is
-    # crossed out of a room between two columns and two rows.
+    # The random order of the rivers also decides when the path crosses a column and when a row. It
+    # crosses each from a room between two columns and two rows.
     room_x = jnp.cumsum(jnp.append(0, is_column[:-1]))
     room_y = jnp.arange(5) - room_x
     limits_x = jnp.append(jnp.append(-1, columns), 9)
@@ -601,13 +601,13 @@ def sample_simple_crossing(rng):
 
 
 def sample_solvable(rng, sample=sample_level):
-    """Uniformly random solvable 60-wall 13 x 13 level, or another sample's, by rejection."""
+    """A solvable level by rejection: 60 walls on 13 x 13 cells, or what another `sample` draws."""
 
     def split(rng, _):
         rng, rng_level = jax.random.split(rng)
         return rng, rng_level
 
-    def draw(carry):  # as many as a trip has, of which the first solvable one counts
+    def draw(carry):  # several levels at once, of which the first solvable one is kept
         number = 8 if _on_gpu() else 1
         rng, rngs = jax.lax.scan(split, carry[0], length=number, unroll=number)
         levels = jax.vmap(sample)(rngs)
@@ -650,15 +650,15 @@ def sample_wilson_tree(rng, n):
     return parent
 
 
-# --- the suite `families`, of 13 x 13 cells: masks [13, 13] of where to start, walls and goals
+# --- the suite `families`, 13 x 13 cells: each returns masks [13, 13] of starts, walls and goals
 
 
 class Dice(NamedTuple):
     rng: jax.Array  # a key
-    noise: jax.Array  # [13, 13] uniform from 0 to 1, for each cell another
-    others: jax.Array  # [13, 13] uniform from 0 to 1, for what else is drawn
-    u: jax.Array  # [13, 13] the column, counted from a random one on
-    v: jax.Array  # [13, 13] the row, likewise
+    noise: jax.Array  # [13, 13] uniform from 0 to 1, one number for each cell
+    others: jax.Array  # [13, 13] uniform from 0 to 1, for everything else that is random
+    u: jax.Array  # [13, 13] the column, with a random offset
+    v: jax.Array  # [13, 13] the row, with a random offset
 
 
 _Y, _X = np.mgrid[:13, :13]
@@ -668,12 +668,12 @@ _LEFT_EDGE, _RIGHT_EDGE = _X == 0, _X == 12
 
 
 def _whole(uniform, n):
-    """Numbers from 0 to 1 as whole numbers from 0 to n - 1."""
+    """Uniform numbers from 0 to 1 as whole numbers from 0 to n - 1."""
     return (uniform * n).astype(jnp.int32)
 
 
 def _one_of_each(groups, mask, noise):
-    """A mask of one of its cells in each group; groups: numbers below 64, [13, 13]."""
+    """One random cell of the mask in each group, as a mask; groups [13, 13] are below 64."""
     noise = jnp.where(mask, noise, -1)
     largest = jax.ops.segment_max(noise.ravel(), groups.ravel(), 64)
     return mask & (noise == largest[groups])
@@ -688,12 +688,12 @@ def _count_near(mask):
 def spiral(dice):
     """One corridor that winds from the edge to the middle."""
     walls = _RING % 2 == 1
-    turns = (_Y == _X + 1) & (_X < 6)  # where a ring of floor is closed and one of walls is open
+    turns = (_Y == _X + 1) & (_X < 6)  # here a ring of floor is closed and a ring of wall open
     return _OUTSIDE, np.where(turns, ~walls, walls), _MIDDLE
 
 
 def serpentine(dice):
-    """One corridor, to and fro between walls that are open near one end, then near the other."""
+    """One corridor, up and down between walls with gaps near alternate ends."""
     shift = _whole(dice.others[1], 4)
     gap = jnp.where(_X % 4 == 1, shift, 12 - shift)
     return _LEFT_EDGE, (_X % 2 == 1) & (_Y != gap), _RIGHT_EDGE
@@ -708,7 +708,7 @@ def rings(dice):
 
 
 def comb(dice):
-    """Dead ends of random lengths side by side, off one corridor; start and goal are at tips."""
+    """Dead ends of random lengths, side by side off one corridor; start and goal are at tips."""
     tip = 12 - _whole(dice.others[0], 6)
     tips = (_Y == tip) & (_X % 2 == 0)
     walls = (_Y > tip) | ((_Y > 0) & (_X % 2 == 1))
@@ -725,26 +725,26 @@ def rooms_with_doors(dice):
 
 
 def streets(dice):
-    """Blocks of 2 x 2 cells of wall in a grid of streets, some of which are barred."""
+    """Blocks of 2 x 2 cells of wall in a grid of streets, some of them blocked."""
     blocks = (_X % 3 > 0) & (_Y % 3 > 0)
     bars = (_X % 3 + _Y % 3 == 1) & (dice.noise < 0.35)
     return _LEFT_EDGE, blocks | bars, _RIGHT_EDGE
 
 
 def staircase(dice):
-    """Diagonal walls, each with one gap, and stairs between them."""
+    """Diagonal walls, each with one gap, and staircases between them."""
     walls = (dice.u + _Y) % 3 == 0
     return _LEFT_EDGE, walls & ~_one_of_each(_X + _Y, walls, dice.noise), _RIGHT_EDGE
 
 
 def pillars(dice):
-    """An open hall with a single cell of wall at every second place, but for a few."""
+    """An open hall with single cells of wall at most places of a grid with spacing 2."""
     places = (dice.u % 2 == 0) & (dice.v % 2 == 0)
     return _LEFT_EDGE, places & (dice.noise > 0.1), _RIGHT_EDGE
 
 
 def caves(dice):
-    """Wide caves: noise in which each cell twice becomes what most of the cells near it are."""
+    """Wide caves: random walls, smoothed twice by a majority vote of the 3 x 3 cells around."""
     walls = dice.noise < 0.48
     for _ in range(2):
         walls = _count_near(walls) > 4
@@ -758,7 +758,7 @@ def prim_maze(dice):
 
 
 def wilson_maze(dice):
-    """A perfect maze, each as likely as any other."""
+    """A perfect maze, uniform over all perfect mazes."""
     parents = sample_wilson_tree(dice.rng, 7)
     return _LEFT_EDGE, _open_doors(13, jnp.arange(49), parents), _RIGHT_EDGE
 
@@ -771,7 +771,7 @@ def braided_maze(dice):
     return _LEFT_EDGE, walls & ~doors, _RIGHT_EDGE
 
 
-# Another family is a function like these, and its name here.
+# To add a family, write a function like these and add its name here.
 FAMILIES = {"Spiral": spiral, "Serpentine": serpentine, "Rings": rings, "Comb": comb,
             "RoomsWithDoors": rooms_with_doors, "Streets": streets, "Staircase": staircase,
             "Pillars": pillars, "Caves": caves, "PrimMaze": prim_maze, "WilsonMaze": wilson_maze,
@@ -779,7 +779,7 @@ FAMILIES = {"Spiral": spiral, "Serpentine": serpentine, "Rings": rings, "Comb": 
 
 
 def sample_family(rng, kind):
-    """A 13 x 13 maze of the suite `families`, all drawn anew, in one of the square's symmetries."""
+    """A random 13 x 13 maze of the suite `families`, in a random symmetry of the square."""
     rng_tree, rng_noise = jax.random.split(rng)
     noise, places, others = jax.random.uniform(rng_noise, (507,)).reshape(3, 13, 13)
     u = _X + 1 + _whole(others[2, 0], 3)
@@ -789,7 +789,7 @@ def sample_family(rng, kind):
         masks = jnp.where(others[3, axis] < 0.5, jnp.flip(masks, axis), masks)
     starts, walls, goals = jnp.where(others[3, 3] < 0.5, masks.swapaxes(1, 2), masks)
     start = jnp.argmax(jnp.where(starts & ~walls, places, -1))
-    goal = jnp.argmin(jnp.where(goals & ~walls, places, 2))  # not the start
+    goal = jnp.argmin(jnp.where(goals & ~walls, places, 2))  # differs from the start
     return Level(walls, _xy(start, 13), _whole(others[4, 0], 4), _xy(goal, 13))
 
 
@@ -894,14 +894,14 @@ TEST_MAZES = _test_mazes()
 
 
 def pad_level(level, height, width):
-    """The level, or levels [..., H, W], with wall added on the right and below; plays as before."""
+    """The level, or levels [..., H, W], with wall added on the right and below; plays the same."""
     *batch, rows, columns = level.wall_map.shape
     pad = [*[(0, 0)] * len(batch), (0, height - rows), (0, width - columns)]
     return level._replace(wall_map=jnp.pad(level.wall_map, pad, constant_values=True))
 
 
 def pad_levels(levels):
-    """Levels of several sizes, padded to one."""
+    """Levels of several sizes, padded to one size."""
     size = [max(level.wall_map.shape[i] for level in levels) for i in (-2, -1)]
     return [pad_level(level, *size) for level in levels]
 
@@ -953,7 +953,7 @@ def _teacher_observe(rng, state):
 
 
 def teacher_size(n_walls=60, height=13, width=13):
-    """Steps of a design, and actions at each: the cells."""
+    """The number of steps of a design, and of actions (cells) at each."""
     return n_walls + 2, height * width
 
 
@@ -968,9 +968,9 @@ def teacher_reset(rng, n_walls=60, height=13, width=13):
 
 
 def teacher_step(rng, state, action):
-    """Place what is due at cell `action` (row-major): (TeacherObservation, TeacherState, done).
+    """Place the next object on cell `action` (row-major): (TeacherObservation, TeacherState, done).
 
-    Goal and agent clear a wall in their place; an agent on the goal goes to a random free cell.
+    Goal and agent replace a wall on their cell; an agent on the goal moves to a random free cell.
     """
     rng_place, rng_noise = jax.random.split(rng)
     bits = jax.random.bits(rng_place, (2,), jnp.uint32)
@@ -999,7 +999,7 @@ def teacher_step(rng, state, action):
 
 @cache
 def _tile(kind, direction, lit, size):
-    """One cell as MiniGrid draws it, [size, size, 3] uint8, averaged from 3 x 3 as many pixels."""
+    """One cell as MiniGrid draws it, [size, size, 3] uint8, downsampled from 3 times the size."""
     centre = (np.arange(3 * size) + 0.5) / (3 * size)
     x, y = centre[None, :], centre[:, None]
     pixels = np.zeros((3 * size, 3 * size, 3))
@@ -1022,7 +1022,7 @@ def _playing(state):
 
 
 def render(level_or_state, tile=16):
-    """MiniGrid's picture with the outer wall, [h, w, 3] uint8; of a state, its view is lit up."""
+    """MiniGrid's picture with the outer wall, [h, w, 3] uint8; a state's visible cells are lit."""
     is_state = isinstance(level_or_state, EnvState)
     level = _playing(level_or_state) if is_state else jax.tree.map(np.asarray, level_or_state)
     kinds = np.where(np.pad(level.wall_map, 1, constant_values=True), WALL[0], EMPTY[0])
@@ -1044,7 +1044,7 @@ def render(level_or_state, tile=16):
 
 
 def _caption(values):
-    """A line for each {name: number or words}; none of a number that is NaN."""
+    """A line for each item of {name: number or words}; NaNs are left out."""
     lines = []
     for name, value in values.items():
         if isinstance(value, str):
@@ -1057,8 +1057,8 @@ def _caption(values):
 def plot_levels(sections, columns=8, render=render):
     """A matplotlib Figure of {title: (levels [K, ...], captions {name: K numbers or words})}.
 
-    One axes for all, in inches: an axes for each level would take ten times as long to draw."""
-    from matplotlib.figure import Figure  # here: seldom needed, and slow
+    All levels share one axes, in inches: an axes for each would take ten times as long to draw."""
+    from matplotlib.figure import Figure  # imported here, as it is slow
 
     figure = Figure()
     axes = figure.add_axes((0, 0, 1, 1))
@@ -1104,7 +1104,7 @@ def _screen(obs, state, reward):
 
 
 def _read_keys():
-    """Keys one by one, arrows as their three characters; from a pipe until it ends."""
+    """Yield keys one by one (an arrow is three characters) until stdin ends."""
     while char := sys.stdin.read(1):
         yield char + sys.stdin.read(2) if char == "\x1b" else char
 
@@ -1127,9 +1127,9 @@ def _walk(maze, rng):
 
 def main():
     parser = argparse.ArgumentParser(description="Walk a test maze in the terminal, or draw it.")
-    parser.add_argument("name", nargs="?", help="a test maze; without one, they are listed")
-    parser.add_argument("--seed", type=int, default=0, help="of mazes that are drawn at random")
-    parser.add_argument("--png", metavar="FILE", help="write the maze's picture instead")
+    parser.add_argument("name", nargs="?", help="a test maze; without a name, all are listed")
+    parser.add_argument("--seed", type=int, default=0, help="seed of a maze that is random")
+    parser.add_argument("--png", metavar="FILE", help="write a picture of the maze to FILE instead")
     args = parser.parse_args()
     if args.name not in TEST_MAZES:
         parser.exit(2, f"choose a maze: {', '.join(TEST_MAZES)}\n")
@@ -1145,7 +1145,7 @@ def main():
     elif not sys.stdin.isatty():
         _walk(maze, rng)
     else:
-        import termios  # of Unix only
+        import termios  # only on Unix
         import tty
 
         before = termios.tcgetattr(sys.stdin)

@@ -1,21 +1,21 @@
 """Domain randomisation (DR): train one student on levels drawn uniformly at random.
 
 The baseline of unsupervised environment design (UED): no teacher, no buffer. Levels are MiniGrid
-mazes (amaze.py), the student is a recurrent PPO agent (1707.06347); all is one XLA program.
+mazes (amaze.py), the student is a recurrent PPO agent (1707.06347); a training is one XLA program.
 
     initialise the student
     for each cycle:
-        draw N levels, and for each the levels that follow it
-        play T steps from zero recurrent state; when an episode ends, go on with the next level
-        learn from the N * T transitions with PPO
-        now and then: evaluate on test mazes that were never trained on
+        draw N queues of random levels
+        play T steps from zero recurrent state; when an episode ends, start the queue's next level
+        learn from the transitions with PPO
+        every eval_interval cycles: evaluate on test mazes that are never trained on
 
 Run        python dr.py --fast        python dr.py --seeds 8
 From code  run(replace(FAST, seeds=8))    jax.jit(jax.vmap(make_train(Config())))(rngs)
 Sweep      jax.vmap(lambda rng, lr: make_train(replace(config, lr=lr))(rng))(rngs, lrs)
 
-Shapes     T steps, N levels, E copies that play each level, B = N * E trajectories, H core units,
-           M test mazes. Time comes first: [T, B, ...]. make_train is for one seed.
+Shapes     T steps, N levels, E trajectories on each level, B = N * E trajectories, M test mazes,
+           H units of the core. Time comes first: [T, B, ...]. make_train trains one seed.
 """
 
 import csv
@@ -56,26 +56,26 @@ from s5 import S5
 
 @dataclass(frozen=True)
 class Config:
-    """Flat. Every float may be a tracer: swept, vmapped. Ints, bools and strings are static."""
+    """All settings. Floats may be traced (swept, vmapped); ints, bools and strings are static."""
 
     # PPO
     lr: float = 1e-4  # Adam's learning rate
-    anneal_lr: bool = False  # lower lr linearly, to 0 after num_updates
-    num_updates: int = 30_000  # cycles
+    anneal_lr: bool = False  # decay lr linearly, to 0 after num_updates
+    num_updates: int = 30_000  # cycles: rollouts, each with one PPO update
     num_envs: int = 32  # N, levels per cycle
     num_evals: int = 1  # E, trajectories on each level
-    num_steps: int = 256  # T, steps per trajectory and cycle
-    update_epochs: int = 5  # passes over the batch
-    num_minibatches: int = 1  # they split trajectories, or their chunks of bptt_horizon
-    bptt_horizon: int = 0  # steps that gradients flow back through; 0: all of a rollout
+    num_steps: int = 256  # T, steps of each trajectory in a rollout
+    update_epochs: int = 5  # PPO's epochs: passes over the batch
+    num_minibatches: int = 1  # minibatches per epoch, of trajectories or their chunks (below)
+    bptt_horizon: int = 0  # chunk of steps that gradients flow back through; 0: the rollout
     gamma: float = 0.995  # discount
     gae_lambda: float = 0.98  # lambda of generalised advantage estimation
     clip_eps: float = 0.2  # clip range of the probability ratio
     ent_coef: float = 1e-3  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    clip_vloss: bool = True  # clip the value as the ratio is
-    max_grad_norm: float = 0.5  # the gradient's global norm is clipped to this
-    polyak_averaging: bool = False  # the mean of late parameters is evaluated
+    clip_vloss: bool = True  # clip the value's change in its loss, too, at clip_eps
+    max_grad_norm: float = 0.5  # the global norm of a gradient is clipped to this
+    polyak_averaging: bool = False  # evaluate an average of the parameters that favours late ones
     # student
     rnn: Literal["lstm", "gru", "s5", "none"] = "lstm"  # recurrent core; none: feed-forward
     hidden_size: int = 256  # H, units of the core
@@ -83,60 +83,60 @@ class Config:
     s5_norm: Literal["after", "before", "none"] = "after"  # place of LayerNorm in an S5 layer
     # levels
     n_walls: int = 60  # wall cells drawn per level, with replacement
-    solvable_only: bool = False  # draw levels until the goal can be reached
+    solvable_only: bool = False  # redraw a level until its goal can be reached
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
-    max_steps: int = 250  # time limit; above num_steps no failure ends: train_solve_rate is 1
+    max_steps: int = 250  # time limit; above num_steps only successes end: train_solve_rate is 1
     see_through_walls: bool = True  # False: MiniGrid's occlusion
-    auto_replay: bool = False  # an episode that has ended restarts its level, no other follows
+    auto_replay: bool = False  # when an episode ends, restart the same level, not a new one
     # evaluation
     eval_interval: int = 50  # cycles between evaluations; 0: never
-    eval_suite: str = next(iter(amaze.SUITES))  # a suite, or maze names with commas between
+    eval_suite: str = next(iter(amaze.SUITES))  # name of a suite, or comma-separated mazes
     eval_episodes: int = 10  # episodes per maze
     # run
     seed: int = 0  # the first seed
-    seeds: int = 1  # trainings, with seeds from the first on
-    seeds_at_once: int = 0  # trainings that share a device's memory at once; 0: all; on a CPU one
+    seeds: int = 1  # number of trainings, with seeds seed, seed + 1, ...
+    seeds_at_once: int = 0  # trainings that a device runs at once; 0: all; a CPU runs one by one
     sweep: tuple[str, ...] = ()  # float fields to sweep, as lr=1e-4,3e-4 or lr=log:1e-5:1e-3:8
-    sweep_random: int = 0  # that many random points of the sweep; 0: the whole grid
+    sweep_random: int = 0  # number of random points of the sweep; 0: the whole grid
     out: str = ""  # run folder; default: the next free runs/NAME-1, runs/NAME-2, ...
-    resume: bool = False  # go on with the run in --out
+    resume: bool = False  # continue the run in --out
     log_interval: int = 10  # cycles between rows of logs.csv
     checkpoint_interval: int = 250  # cycles between checkpoints
-    archive_interval: int = 0  # cycles between kept checkpoint_<cycle>.msgpack; 0: none
+    archive_interval: int = 0  # cycles between archived checkpoint_<cycle>.msgpack; 0: none
     plot_interval: int = 500  # cycles between pictures; 0: only at the end
-    devices: int = 0  # devices to use, on a CPU cores; 0: as many as deal evenly
-    shard: Literal["", "seeds", "levels"] = ""  # what is dealt over them; "": seeds, if all deal
-    distributed: str = ""  # one run in several processes: auto, as JAX finds them, or HOST:PORT,P,I
-    track: Literal["", "wandb", "trackio"] = ""  # gets logs.csv too; WANDB_PROJECT, WANDB_NAME win
+    devices: int = 0  # devices (on a CPU: cores) to use; 0: as many as can get equal parts
+    shard: Literal["", "seeds", "levels"] = ""  # what devices share; "": whichever uses more
+    distributed: str = ""  # several processes: auto (JAX finds them) or HOST:PORT,PROCESSES,NUMBER
+    track: Literal["", "wandb", "trackio"] = ""  # log there, too; WANDB_PROJECT, WANDB_NAME: names
 
 
 FAST = Config(  # ten minutes on one core of a CPU
     lr=2e-3, anneal_lr=True, num_updates=4_700, update_epochs=2, num_minibatches=2,
     bptt_horizon=64, gamma=0.999, vf_coef=2.0, clip_vloss=False, max_grad_norm=1.5,
     polyak_averaging=True, hidden_size=64)  # fmt: skip
-PRESETS = {"--fast": FAST}  # what a flag starts from; other flags then change it
+PRESETS = {"--fast": FAST}  # flag: its preset; other flags then override single fields
 
 
 class Transition(NamedTuple):
-    obs: NamedTuple  # o_t, or another tree of arrays
-    is_first: jax.Array  # o_t opens an episode, bool
+    obs: NamedTuple  # o_t, any tree of arrays
+    is_first: jax.Array  # bool, whether o_t is an episode's first
     action: jax.Array  # a_t
     log_prob: jax.Array  # log pi(a_t | o_<=t)
     value: jax.Array  # V(o_<=t)
     reward: jax.Array  # r_t
-    done: jax.Array  # a_t ended the episode, bool
-    memory: tuple = ()  # of the core before each chunk of bptt_horizon steps, [chunks, B, ...]
+    done: jax.Array  # bool, whether a_t ended the episode
+    memory: tuple = ()  # the core's state before each chunk of bptt_horizon steps, [chunks, B, ...]
 
 
 class Agent(NamedTuple):
     params: dict
     opt_state: tuple
-    average_params: dict | None = None  # with polyak_averaging: what is evaluated
+    average_params: dict | None = None  # with polyak_averaging: the parameters to evaluate
 
 
 class RunnerState(struct.PyTreeNode):
-    """What the next cycle needs."""
+    """The state of a training between two cycles."""
 
     rng: jax.Array  # the seed's key; cycle i uses fold_in(rng, i)
     cycles: jax.Array  # [] cycles done
@@ -147,23 +147,23 @@ class RunnerState(struct.PyTreeNode):
 
 
 def on_gpu():
-    """There time goes by the number of kernels, on a CPU by arithmetic and memory: for either a
-    form is chosen of scans, of projections and of sums over time, that gives the same."""
+    """Whether a GPU runs this. Its time depends on the number of kernels, a CPU's on arithmetic
+    and memory: scans, projections and sums over time have a form for each, with one result."""
     return jax.default_backend() != "cpu"
 
 
 def scan(step, carry, xs, reverse=False):
-    """jax.lax.scan; on a GPU four steps a trip: a quarter of the CUDA graphs, half the copies."""
+    """jax.lax.scan, on a GPU unrolled by four: a quarter of the CUDA graphs, half of the copies."""
     return jax.lax.scan(step, carry, xs, reverse=reverse, unroll=4 if on_gpu() else 1)
 
 
 @jax.custom_vjp
 def lstm(carry, x, is_first, w, b):
-    """LSTM (Hochreiter 1997): x [T, B, I], w [4H, I + H], b [4H] -> carry, h [T, B, H]; or, of
-    inputs that are projected already, x [T, B, 4H] and w [4H, H]. At each step it is flax's
+    """LSTM (Hochreiter 1997): x [T, B, I], w [4H, I + H], b [4H] -> carry, h [T, B, H]. Inputs may
+    also be projected already: x [T, B, 4H], w [4H, H]. Each step computes the same as flax's
         carry, h[t] = nn.LSTMCell(H)(carry, x[t])        with carry zero where is_first[t].
     On a CPU w @ [x; h] with units first, [I + H, B], is twice as fast as the transposed product.
-    The gradient, equal too, is by hand: dw is one large product over all steps, not a sum of T."""
+    The gradient, also the same, is written by hand: dw is one large product, not a sum over T."""
     return lstm_forward(carry, x, is_first, w, b)[0]
 
 
@@ -198,7 +198,7 @@ def lstm_backward(residuals, gradients):
     (x, h_0, hs, saved, keep, w), ((d_c, d_h), d_hs) = residuals, gradients
     projected, inputs = w.shape[1] == h_0.shape[1], (d_hs, saved, keep)
     (d_c, d_h), (d_z, d_x) = scan(step, (d_c.T, d_h.T), inputs, reverse=True)
-    h = jnp.concatenate([h_0[None], hs[:-1]]) * keep.swapaxes(1, 2)  # before each step
+    h = jnp.concatenate([h_0[None], hs[:-1]]) * keep.swapaxes(1, 2)  # h before each step
     xh = h if projected else jnp.concatenate([x, h], axis=-1)
     flat = lambda x: x.reshape(-1, x.shape[-1])  # [T * B, ...]
     # the barrier keeps XLA from transposing the product, which would take longer
@@ -224,7 +224,7 @@ def gru(carry, x, is_first, w, b):
 
 
 class GatedCore(nn.Module):
-    """LSTM, GRU, none (y is x). All: carry, x [T, B, I], is_first [T, B] -> carry, y [T, B, H]."""
+    """LSTM, GRU or none (y = x): carry, x [T, B, I], is_first [T, B] -> carry, y [T, B, H]."""
 
     rnn: str
     size: int
@@ -238,12 +238,12 @@ class GatedCore(nn.Module):
         if self.rnn == "none":
             return carry, x
         core, gates = {"lstm": (lstm, 4), "gru": (gru, 3)}[self.rnn]
-        project = self.rnn == "gru" or x.shape[-1] > gates * self.size  # wide inputs, a teacher's
-        if project:  # all steps in one product; the barrier as in lstm_backward
+        project = self.rnn == "gru" or x.shape[-1] > gates * self.size  # a teacher's are wide
+        if project:  # project all steps in one product; for the barrier see lstm_backward
             x = nn.Dense(gates * self.size, use_bias=False)(x)
             x = jax.lax.optimization_barrier(x)
 
-        def kernel(rng):  # [gates * H, I + H], for h orthogonal for each gate
+        def kernel(rng):  # [gates * H, I + H]; the columns for h are orthogonal, gate by gate
             rng, *rngs = jax.random.split(rng, 1 + gates)
             w_h = jnp.vstack([orthogonal(1.0)(rng, (self.size, self.size)) for rng in rngs])
             lecun_normal = nn.initializers.lecun_normal(in_axis=1, out_axis=0)
@@ -252,15 +252,15 @@ class GatedCore(nn.Module):
 
         bias = self.param("bias", nn.initializers.zeros, gates * self.size)
         w = self.param("kernel", kernel)
-        if self.rnn == "lstm" and not project and len(x) > 1 and on_gpu():  # as well
+        if self.rnn == "lstm" and not project and len(x) > 1 and on_gpu():  # one product, too
             w_x, w = jnp.split(w, [x.shape[-1]], axis=1)
             x = x @ w_x.T
         return core(carry, x, is_first, w, bias)
 
 
 def orthogonal(scale):
-    """flax's initialiser, one seed after the other: on a CPU a QR decomposition that is batched
-    over seeds can block jaxlib's threads for ever."""
+    """flax's initialiser, for one seed after the other: on a CPU, a QR decomposition that is
+    batched over seeds can block jaxlib's threads for ever."""
     draw, in_turn = nn.initializers.orthogonal(scale), jax.custom_batching.sequential_vmap
     return lambda rng, shape, dtype=None: in_turn(partial(draw, shape=shape))(rng)
 
@@ -272,25 +272,25 @@ def make_core(rnn, size, s5_layers, s5_norm):
 
 
 class Embed(nn.Embed):
-    """As a sum over rows, so is its gradient: on a GPU a scatter's may differ from run to run."""
+    """nn.Embed by one-hot vectors: its usual gradient, a scatter, may vary between GPU runs."""
 
     def __call__(self, x):
         return (nn.one_hot(x, self.num_embeddings)[..., None] * self.embedding).sum(-2)
 
 
 def convolution(image, filters):
-    """3x3 and relu: image [..., h, w, 3] -> [..., (h - 2) * (w - 2) * filters].
-    Written as a product, which stays one when it is vmapped over seeds."""
+    """3 x 3 convolution and ReLU: image [..., h, w, 3] -> [..., (h - 2) * (w - 2) * filters].
+    It is written as a matrix product, which stays one when it is vmapped over seeds."""
     *batch, height, width, _ = image.shape
     patches = [image[..., i : height - 2 + i, j : width - 2 + j, :] for i, j in np.ndindex(3, 3)]
-    # 10: MiniGrid's highest index, an agent's; minimax and JaxUED divide by it too
+    # 10 is MiniGrid's highest index, the agent's; minimax and JaxUED divide by it, too
     patches = jnp.concatenate(patches, axis=-1) / 10.0  # [..., h - 2, w - 2, 27]
     x = nn.Dense(filters, kernel_init=orthogonal(2**0.5), name="conv")(patches)
     return nn.relu(x).reshape(*batch, -1)
 
 
 class ActorCritic(nn.Module):
-    """The student: obs, is_first [T, B] -> carry, policy, V [T, B]; acting is T = 1."""
+    """The student: carry, obs, is_first [T, B] -> carry, policy, V [T, B]; to act, T = 1."""
 
     core: nn.Module
 
@@ -320,30 +320,30 @@ def discounted_sums(x, discount):
 
 
 def gae(batch, last_value, gamma, gae_lambda):
-    """A_t = delta_t + gamma lambda (1 - d_t) A_{t+1} (1506.02438, eq. 16), advantages [T, B]."""
+    """Advantages [T, B]: A_t = delta_t + gamma lambda (1 - d_t) A_{t+1} (1506.02438, eq. 16)."""
     keep, next_value = 1.0 - batch.done, jnp.concatenate([batch.value[1:], last_value[None]])
     delta = batch.reward + gamma * next_value * keep - batch.value
     return discounted_sums(delta, gamma * gae_lambda * keep)
 
 
 def first_episodes(reward, done):
-    """Return and length of the first episodes in a batch [T, B], and whether they ended; [B].
-    Statistics are of these: of later ones mostly short, solved ones end within T steps."""
+    """Return and length of each trajectory's first episode in a batch [T, B], and whether it ended,
+    [B]. Statistics leave out later episodes: mostly the short, solved ones end within T steps."""
     playing = jnp.cumsum(done, axis=0) - done == 0  # [T, B]
     return (reward * playing).sum(0), playing.sum(0), done.any(0)
 
 
 def episode_stats(returns, lengths, ended, where=True):
-    """Means over first episodes that ended, of the trajectories `where` [B]; NaN if none."""
+    """Means over the first episodes that ended, of the trajectories `where` [B]; NaN if none."""
     stats = {"return": returns, "solve_rate": amaze.solved(returns), "episode_length": lengths}
     return {name: jnp.mean(x, where=ended & where) for name, x in stats.items()}
 
 
 def make_train(config, devices=1):
-    """train(rng) -> (RunnerState, metrics), one whole training; its parts: train.init(rng),
-    train.update(state, cycles), train.show(state) -> the levels in training; and what evaluate.py
-    plays with: train.act, train.initial_carry, train.reset, train.step.
-    devices: over how many, the mesh's axis "devices", the work of this training is split."""
+    """Return train(rng) -> (RunnerState, metrics), a whole training. Its parts: train.init(rng),
+    train.update(state, cycles) and train.show(state) -> the present levels. evaluate.py plays
+    with train.act, train.initial_carry, train.reset and train.step.
+    devices: number of devices, on the mesh axis "devices", that share this training."""
     check(config)
     room = config.height * config.width - 2  # agent and goal need a cell each
     demand(config.n_walls <= room, config, "n_walls height width", f"at most {room} walls")
@@ -364,12 +364,12 @@ def make_train(config, devices=1):
         rng, rng_student = jax.random.split(rng)
         obs = jax.tree.map(lambda x: x[None, None], reset(sample_levels(rng))[0])
         params = network.init(rng_student, core.initial_carry(1), obs, jnp.zeros((1, 1), bool))
-        student = Agent(params, optimiser(0.0).init(params))  # whatever the learning rate
+        student = Agent(params, optimiser(0.0).init(params))  # the same for any lr
         student = student._replace(average_params=params if config.polyak_averaging else None)
         return RunnerState(rng, jnp.zeros((), int), student)
 
-    # On several devices each plays its part of the trajectories, and learns from its part of a
-    # minibatch; all else (levels, keys, scores, statistics) they all hold and compute alike.
+    # Each of several devices plays its part of the trajectories and learns from its part of a
+    # minibatch. All else (levels, keys, scores, statistics) every device computes for itself.
 
     def my_part(x):
         """This device's part of an array [B, ...]."""
@@ -377,17 +377,17 @@ def make_train(config, devices=1):
         return parts[jax.lax.axis_index("devices") if devices > 1 else 0]
 
     def whole(tree, axis):
-        """The whole arrays, of which the devices have their parts."""
+        """The whole arrays, put together from the parts on the devices."""
         return jax.lax.all_gather(tree, "devices", axis=axis, tiled=True) if devices > 1 else tree
 
     average = lambda tree: jax.lax.pmean(tree, "devices") if devices > 1 else tree
 
     def reset(level, max_steps=config.max_steps, see_through_walls=config.see_through_walls):
-        """o_0, state, of a level or a queue of levels [Q, ...]."""
+        """o_0 and state at the start of a level or of a queue of levels [Q, ...]."""
         return amaze.reset(level, max_steps, see_through_walls)
 
     def step(state, action, restart=False):
-        """o_{t+1}, state, r_t, d_t; restart: on done, o and state open the queue's next episode."""
+        """-> o_{t+1}, state, r_t, d_t; restart: on done, o and state are the next episode's."""
         return (amaze.step_and_reset if restart else amaze.step)(state, action)
 
     def sample_levels(rng, *shape):
@@ -399,18 +399,18 @@ def make_train(config, devices=1):
         return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), levels)
 
     def act(params, carry, obs, is_first, noise):
-        """A step of B students -> carry, a_t, log pi(a_t), V. Gumbel noise makes argmax sample."""
+        """B students act -> carry, a_t, log pi(a_t), V. Gumbel noise makes the argmax a sample."""
         inputs = jax.tree.map(lambda x: x[None], (obs, is_first))
         carry, policy, value = network.apply(params, carry, *inputs)
         action = jnp.argmax(policy.logits + noise, axis=-1)
         return carry, action[0], policy.log_prob(action)[0], value[0]
 
     def rollout(rng, params, queue):
-        """T steps on E copies of N levels -> batch [T, B], V(o_T) [B]; episode k of trajectory b
-        plays queue[b // E, k % Q] of the levels [N, Q]."""
+        """T steps of E trajectories on each of N queues of levels [N, Q] -> batch [T, B], V(o_T)
+        [B]. Episode k of trajectory b plays the level queue[b // E, k % Q]."""
         queue = jax.tree.map(lambda x: jnp.repeat(x, config.num_evals, axis=0), queue)
         shape = config.num_steps + 1, len(jax.tree.leaves(queue)[0]), amaze.NUM_ACTIONS
-        noise = jax.vmap(my_part)(jax.random.gumbel(rng, shape))  # faster than step by step
+        noise = jax.vmap(my_part)(jax.random.gumbel(rng, shape))  # all at once is faster
         obs, state = jax.vmap(reset)(jax.tree.map(my_part, queue))
 
         def play_step(carry, noise):
@@ -425,7 +425,7 @@ def make_train(config, devices=1):
             carry, batch = scan(play_step, carry, noise)
             return carry, batch._replace(memory=memory)
 
-        number = noise.shape[1]  # of trajectories on this device
+        number = noise.shape[1]  # trajectories on this device
         carry = core.initial_carry(number), obs, state, jnp.ones(number, bool)
         chunks = noise[:-1].reshape(-1, horizon, *noise.shape[1:])
         (memory, obs, _, is_first), batch = jax.lax.scan(play_chunk, carry, chunks)
@@ -434,7 +434,7 @@ def make_train(config, devices=1):
         return whole(batch, axis=1), whole(last_value, axis=0)
 
     def loss(params, batch, advantage, target):
-        """PPO's clipped objective (1707.06347, eq. 7 and 9); the value's likewise: clip_vloss."""
+        """PPO's clipped objective (1707.06347, eq. 7 and 9), with clip_vloss also for the value."""
         carry = jax.tree.map(lambda x: x[0], batch.memory)
         _, policy, value = network.apply(params, carry, batch.obs, batch.is_first)
         log_ratio = policy.log_prob(batch.action) - batch.log_prob
@@ -459,7 +459,7 @@ def make_train(config, devices=1):
         """update_epochs passes of PPO over the batch [T, B] -> student, metrics."""
         advantage = gae(batch, last_value, config.gamma, config.gae_lambda)
         target = advantage + batch.value
-        # chunks of time are trajectories: [horizon, chunks * B, ...]; memory [1, chunks * B, ...]
+        # chunks become trajectories: [horizon, chunks * B, ...]; memory [1, chunks * B, ...]
         chunks = len(advantage) // horizon
         split = lambda x: x.reshape(chunks, -1, *x.shape[1:]).swapaxes(0, 1)
         chop = lambda x: split(x).reshape(len(x) // chunks, -1, *x.shape[2:])
@@ -480,13 +480,13 @@ def make_train(config, devices=1):
         order = jax.vmap(lambda rng: jax.random.permutation(rng, advantage.shape[1]))(rngs)
         order = order.reshape(config.update_epochs * config.num_minibatches, -1)
         student, metrics = jax.lax.scan(minibatch, student, order)
-        if student.average_params is not None:  # of late PPO updates: 1212.1824, section 4
+        if student.average_params is not None:  # favours late ones: 1212.1824, section 4
             ppo_updates = optax.tree_utils.tree_get(student.opt_state, "count") / len(order)
             new, old = student.params, student.average_params
             average_params = optax.incremental_update(new, old, 4 / (ppo_updates + 3))
             student = student._replace(average_params=average_params)
         metrics["explained_variance"] = 1 - advantage.var() / jnp.maximum(target.var(), 1e-8)
-        # in metrics NaN means that nothing was measured; what is not finite is inf
+        # in metrics NaN means "not measured", so any value that is not finite becomes inf
         finite = lambda x: jnp.where(jnp.isfinite(x), x, jnp.inf)
         return student, {name: finite(x.mean()) for name, x in metrics.items()}
 
@@ -512,7 +512,7 @@ def make_train(config, devices=1):
         return carry["returns"], carry["lengths"]
 
     def evaluate(rng, student):
-        """The student, and its solve rate and return on each test maze, and their means."""
+        """-> the same student, its solve rate and return on each test maze, and their means."""
         rng_mazes, rng_play = jax.random.split(rng)
         levels = amaze.sample_mazes(rng_mazes, mazes, config.eval_episodes)
         params = student.average_params or student.params
@@ -523,22 +523,22 @@ def make_train(config, devices=1):
         return student, each | {name: score.mean() for name, score in scores.items()}
 
     def skip(function, rng, state, *args):
-        """In place of function(rng, state, ...) -> state, metrics: not measured is NaN."""
+        """Replace function(rng, state, ...) -> state, metrics: the same state, metrics NaN."""
         shapes = jax.eval_shape(function, rng, state, *args)[1]
         return state, jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), shapes)
 
     def cycle_rngs(state):
-        """The keys of a cycle: of its levels, rollout, learning and evaluation."""
+        """The random keys of a cycle: for levels, rollout, learning and evaluation."""
         return jax.random.split(jax.random.fold_in(state.rng, state.cycles), 4)
 
     def choose_levels(rng):
-        """[N, K] random levels: those that open the cycle, and for each those that follow it."""
+        """N queues [N, Q] of random levels; trajectories start with the first level of a queue."""
         following = 1 if config.auto_replay else max(config.num_steps // 4, 1)
         return sample_levels(rng, config.num_envs, following)
 
     def cycle(state, _):
         rng_levels, rng_rollout, rng_learn, rng_eval = cycle_rngs(state)
-        cycles = state.cycles + 1  # with this one
+        cycles = state.cycles + 1  # including this one
         lr = config.lr * (1 - state.cycles / config.num_updates if config.anneal_lr else 1.0)
 
         # 1. CHOOSE LEVELS
@@ -551,7 +551,7 @@ def make_train(config, devices=1):
         student, metrics = learn(rng_learn, state.student, lr, batch, last_value)
 
         # 4. LOG AND EVALUATE
-        # the command line needs these two: PPO updates so far, rollouts of N * E * T steps so far
+        # the command line needs the first two: PPO updates and rollouts (N * E * T steps) so far
         metrics |= {"grad_updates": cycles, "rollouts": cycles, "current_lr": lr}
         episode = first_episodes(batch.reward, batch.done)
         metrics |= {f"train_{name}": x for name, x in episode_stats(*episode).items()}
@@ -563,11 +563,11 @@ def make_train(config, devices=1):
         return state.replace(cycles=cycles, student=student), metrics
 
     def update(state, cycles):
-        """-> RunnerState after that many cycles, metrics: name -> [cycles]."""
+        """Train for so many cycles -> RunnerState, metrics {name: [cycles]}."""
         return jax.lax.scan(cycle, state, None, length=cycles)
 
     def show(state):
-        """The levels that the next cycle starts with: title -> (levels, captions)."""
+        """The levels that the next cycle starts with: {title: (levels, captions)}."""
         levels = jax.tree.map(lambda x: x[:, 0], choose_levels(cycle_rngs(state)[0]))
         return {"random levels": (levels, level_stats(levels))}
 
@@ -582,7 +582,7 @@ def make_train(config, devices=1):
 
 
 # --- command line
-# The same in each file. One program trains all rows (a seed, swept values); states are [R, ...].
+# The same in all five files. A row is one training: a seed and swept values. States are [R, ...].
 
 SCRIPT = Path(__file__).name
 TYPES = get_type_hints(Config)  # field -> type
@@ -620,37 +620,37 @@ OTHER_NAMES = {  # field: what minimax, JaxUED, dcd, PureJaxRL and CleanRL call 
     "out": "log_dir",
 }
 COUNTERS = ("grad_updates", "rollouts")  # metrics that logs.csv needs
-PROGRESS = ("cycles", "seconds", "log_bytes", "log_checksum", "where")  # all else stays the same
+PROGRESS = ("cycles", "seconds", "log_bytes", "log_checksum", "where")  # these change in a run
 CURVES = ("train_solve_rate", "eval_solve_rate")  # what curves.png and the progress bar show
-HELP = f"""{", ".join(PRESETS)}: what a preset in {SCRIPT} has; other flags then change it.
-Compiled programs are kept in ~/.cache/amaze: delete it freely. On a GPU products are TF32;
-JAX_DEFAULT_MATMUL_PRECISION=highest makes them float32."""
-FORMAT = b"amaze checkpoint 1 "  # how a checkpoint begins; then the checksum of what follows
-BEGUN = {"config.json", "levels", "lock", "logs.csv", "wandb"}  # in a folder from its beginning
-MOST = 2**16  # trainings of one run
-gather = partial(multihost_utils.process_allgather, tiled=True)  # whole arrays, in each process
+HELP = f"""{", ".join(PRESETS)}: preset values, listed in {SCRIPT}; other flags override them.
+Compiled programs are kept in ~/.cache/amaze, which may be deleted. On a GPU matrix products are
+TF32; JAX_DEFAULT_MATMUL_PRECISION=highest makes them float32."""
+FORMAT = b"amaze checkpoint 1 "  # a checkpoint's first bytes; next is the checksum of its body
+BEGUN = {"config.json", "levels", "lock", "logs.csv", "wandb"}  # made before training
+MOST = 2**16  # trainings in one run
+gather = partial(multihost_utils.process_allgather, tiled=True)  # whole arrays, in every process
 NUMBER = (int, float, np.integer, np.floating, jax.Array)
 
 
 def maze_names(suite):
-    """The mazes of a suite, or the names between commas."""
+    """The mazes of a suite, or those of a comma-separated list."""
     return amaze.SUITES.get(suite, list(dict.fromkeys(suite.split(","))))
 
 
 def is_installed(package):
-    """A folder of its name beside the script is none."""
+    """Whether a package can be imported; a folder of its name beside the script does not count."""
     found = importlib.util.find_spec(package)
     return found is not None and found.origin is not None
 
 
-TYPE_RULES = {  # bool is an int too
+TYPE_RULES = {  # to Python a bool is an int, too
     bool: ("True or False", lambda x: isinstance(x, bool | np.bool_)),
     int: ("an int", lambda x: isinstance(x, int | np.integer) and type(x) is not bool),
     float: ("a number", lambda x: isinstance(x, NUMBER) and type(x) is not bool and not np.ndim(x)),
     str: ("a string", lambda x: isinstance(x, str)),
     tuple[str, ...]: ("a tuple of str", lambda x: type(x) is tuple and set(map(type, x)) <= {str}),
 }
-RULES = (  # what is allowed, its test, in which fields and teacher_fields
+RULES = (  # what is allowed, its test, the fields that it is for, teacher_ fields included
     ("at least 0", lambda x: x >= 0, """lr ent_coef vf_coef bptt_horizon n_walls num_edits seed
         eval_interval seeds_at_once sweep_random devices archive_interval plot_interval
         candidate_steps"""),
@@ -664,7 +664,7 @@ RULES = (  # what is allowed, its test, in which fields and teacher_fields
     ("from 0 to 1", lambda x: 0 <= x <= 1, "gamma gae_lambda replay_prob staleness_coef min_fill"),
     ("False: amaze has no sample_solvable",
         lambda x: not x or hasattr(amaze, "sample_solvable"), "solvable_only"),
-    ("what is installed: pip install wandb, pip install trackio",
+    ("an installed tracker: pip install wandb, pip install trackio",
         lambda x: x == "" or is_installed(x), "track"),
     (f"a suite ({', '.join(amaze.SUITES)}) or mazes ({', '.join(amaze.TEST_MAZES)})",
         lambda x: set(maze_names(x)) <= set(amaze.TEST_MAZES), "eval_suite"),
@@ -672,28 +672,28 @@ RULES = (  # what is allowed, its test, in which fields and teacher_fields
 
 
 class BadConfig(ValueError):
-    """One line: the fields, their values, what is allowed."""
+    """In one line: the fields that are wrong, their values and what is allowed."""
 
 
 def demand(condition, config, names, allowed):
-    """Refuse the values of these fields, unless the condition holds."""
+    """Raise BadConfig about these fields, unless the condition holds."""
     if not condition:
         values = ", ".join(f"{name} = {getattr(config, name)!r}" for name in names.split())
         raise BadConfig(f"{values}: allowed is {allowed}")
 
 
 def check(config):
-    """Refuse the first value of a wrong type or size. NumPy's scalars are the numbers that they
-    are; a float may be traced."""
-    for name, why in {"jax_enable_x64": "programs are of 32 bits",
-                      "jax_debug_nans": "NaN says that nothing was measured"}.items():  # fmt: skip
+    """Raise BadConfig at the first value of a wrong type or size. NumPy's scalars are allowed as
+    numbers; a float may be traced."""
+    for name, why in {"jax_enable_x64": "programs use 32-bit numbers",
+                      "jax_debug_nans": "a metric of NaN means not measured"}.items():  # fmt: skip
         if getattr(jax.config, name):
             raise BadConfig(f"{name.upper()} = True: allowed is False; {why}")
     for name, kind in TYPES.items():
         value = getattr(config, name)
         if isinstance(value, jax.core.Tracer):
             is_static = kind in (bool, int, str) or get_origin(kind) is Literal
-            demand(not is_static, config, name, "static: one program for each value")
+            demand(not is_static, config, name, "a static value: each needs its own program")
             continue
         if get_origin(kind) is Literal:
             allowed = " | ".join(get_args(kind))
@@ -710,7 +710,7 @@ def check(config):
 
 
 def read_sweep(text):
-    """log:0.01:0.1:8 -> values, the ends of their range; 0.1,0.2 -> values, None."""
+    """Read log:0.01:0.1:8 as (values, ends of their range), and 0.1,0.2 as (values, None)."""
     if not text.startswith("log:"):
         return [float(x) for x in text.split(",")], None
     low, high, number = text.removeprefix("log:").split(":")
@@ -722,7 +722,7 @@ def read_sweep(text):
 
 
 def random_points(config, grid, ranges):
-    """sweep_random points: with ranges any values in them, else of the grid, each once."""
+    """sweep_random random points: log-uniform in the ranges, or distinct points of the grid."""
     rng, number = np.random.default_rng(config.seed), config.sweep_random
     if set(ranges.values()) == {None}:
         points = list(dict.fromkeys(itertools.product(*grid.values())))
@@ -737,8 +737,8 @@ def random_points(config, grid, ranges):
 
 
 def make_rows(config):
-    """The rows: a dict of seed and swept floats for each; every point of a sweep has all seeds.
-    Points are the grid, or sweep_random of them; of log: ranges any value."""
+    """The rows, one for each training: a dict of its seed and swept floats. Every point of a sweep
+    is trained with every seed; points are the whole grid, or sweep_random random ones."""
     check(config)
     grid, ranges = {}, {}
     for sweep in config.sweep:
@@ -767,7 +767,7 @@ def make_rows(config):
 
 
 def choose_devices(config, num_rows):
-    """The devices to use, as many as deal evenly, and what is dealt over them: seeds or levels."""
+    """The devices to use, as many as can get equal parts, and what they share: seeds or levels."""
     here = jax.devices()
     levels = config.num_envs // config.num_minibatches
     trajectories = config.num_envs * config.num_evals // config.num_minibatches
@@ -782,7 +782,7 @@ def choose_devices(config, num_rows):
 
 
 def make_programs(config, num_rows, devices, shard):
-    """Of all rows init, update(n), show: cycles, rows [R], states [R, ...] -> states, shown."""
+    """init, update(n) and show for all rows: cycles, rows [R], states [R, ...] -> states, shown."""
     split = shard == "levels"  # each device has all rows, and a part of their levels
     spec = P() if split else P("devices")
     sharding = NamedSharding(Mesh(devices, ("devices",)), spec)
@@ -790,7 +790,7 @@ def make_programs(config, num_rows, devices, shard):
     at_once = here if config.seeds_at_once == 0 else min(config.seeds_at_once, here)
     demand(here % at_once == 0, config, "seeds_at_once", f"a divisor of {here}")
     if devices[0].platform == "cpu":
-        at_once = None  # there rows are faster in turn
+        at_once = None  # one row after the other is faster there
 
     def program(function, **options):
         def of_row(cycles, row, state):
@@ -817,7 +817,7 @@ def make_programs(config, num_rows, devices, shard):
 
 
 class Speech:
-    """stdout or stderr, None if it is closed; what nobody hears does not stop a training."""
+    """stdout or stderr (None if closed), whose failing writes do not stop a training."""
 
     def __init__(self, stream):
         self.stream = open(os.devnull, "w") if stream is None else stream
@@ -836,7 +836,7 @@ class Speech:
 
 
 def printable(text):
-    """Without what would steer a terminal."""
+    """The text with ? for all characters that could control a terminal."""
     return "".join(x if x.isprintable() else "?" for x in text)
 
 
@@ -846,14 +846,14 @@ def say(line):
         tqdm.write(printable(line))
 
 
-# --- what is on disk: checked before it is believed, replaced as a whole
+# --- files: checked when they are read, replaced as a whole when they are written
 
 
 def write(path, save):
-    """Replace a file as a whole: save(file) makes another one, which then takes its place."""
+    """Replace a file as a whole: save(file) writes a temporary one, which then takes its place."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "xb") as file:  # a new one, nobody's link
+        with open(temporary, "xb") as file:  # a new file, not a link
             save(file)
             file.flush()
             os.fsync(file.fileno())
@@ -870,7 +870,7 @@ def to_json(config):
 
 
 def fixed_fields(config):
-    """What --resume must find as it was."""
+    """The fields that must be the same on --resume."""
     stored = json.loads(to_json(config))
     return {name: x for name, x in stored.items() if name not in [*MAY_CHANGE, "num_updates"]}
 
@@ -880,7 +880,7 @@ def write_config(folder, config):
 
 
 def read_config(folder):
-    """What write_config wrote: a dict of the script's name and its Config's fields."""
+    """Read what write_config wrote: a dict of the script's name and its Config's fields."""
     path = folder / "config.json"
     try:
         stored = json.loads(path.read_text(encoding="utf-8-sig")) if path.is_file() else {}
@@ -891,7 +891,7 @@ def read_config(folder):
 
 
 def write_checkpoint(path, data):
-    """data: a tree of dicts, arrays and numbers. One checkpoint.msgpack before is kept."""
+    """Write data, a tree of dicts, arrays and numbers; keep the previous checkpoint.msgpack."""
     if path.name == "checkpoint.msgpack":
         with suppress(OSError):  # there is none yet, or a file system without links
             path.with_stem("checkpoint_previous").unlink(missing_ok=True)
@@ -902,7 +902,7 @@ def write_checkpoint(path, data):
 
 
 def read_checkpoint(path):
-    """What write_checkpoint wrote."""
+    """Read what write_checkpoint wrote."""
     if not path.is_file():
         raise BadConfig(f"{path} is missing, or no file")
     head, _, body = path.read_bytes().partition(b"\n")
@@ -912,12 +912,12 @@ def read_checkpoint(path):
         raise BadConfig(f"{path} is damaged: truncated or changed")
     try:
         return dict(serialization.msgpack_restore(body))
-    except Exception:  # whatever the parser makes of foreign bytes
+    except Exception:  # the parser may raise anything here
         raise BadConfig(f"{path} holds no checkpoint") from None
 
 
 def outline(data):
-    """{place: what is there} in a checkpoint, for a comparison; of arrays data type and shape."""
+    """A checkpoint as {place: value}, to compare two; for arrays the data type and shape."""
 
     def about(place, x):
         if place in PROGRESS:
@@ -930,7 +930,7 @@ def outline(data):
 
 
 def new_checkpoint(config, rows, metrics, state, where):
-    """Of a run that begins: what stays as it is, of the state the shapes, and PROGRESS."""
+    """The checkpoint of a new run: what never changes, the state's shapes, and PROGRESS."""
     for name in set(COUNTERS) - set(metrics):
         raise BadConfig(f"make_train's metrics: {name} is missing, which logs.csv needs")
     metrics = dict.fromkeys(metrics, "logged")
@@ -940,8 +940,8 @@ def new_checkpoint(config, rows, metrics, state, where):
 
 
 def load_checkpoint(config, folder, new):
-    """What a run to resume has reached: its last checkpoint, if it is like `new`, a dict, and
-    logs.csv holds the rows that it counts on; without a checkpoint `new`."""
+    """The last checkpoint, a dict, of a run to resume, or `new` if there is none. Raise BadConfig
+    if it is of another run than `new`, or if logs.csv lacks the rows that it counts on."""
     path = folder / "checkpoint.msgpack"
     others = sorted(folder.glob("checkpoint_*.msgpack"), key=os.path.getmtime, reverse=True)
     if not config.resume or not (path.exists() or len(others) > 0):
@@ -964,23 +964,23 @@ def load_checkpoint(config, folder, new):
 
 
 def checksum_of(path, size):
-    """Of the first `size` bytes of a file."""
+    """The SHA-256 checksum of the first `size` bytes of a file."""
     with open(path, "rb") as file:
         return hashlib.sha256(file.read(size)).hexdigest()
 
 
 def check_log(path, last):
-    """Refuse a logs.csv that has not the rows of the checkpoint `last`, unless it is empty."""
+    """Raise BadConfig if logs.csv lacks rows of the checkpoint `last`, unless it is empty."""
     size, checksum = last["log_bytes"], last["log_checksum"]
     there = path.stat().st_size if path.is_file() else -1
     has_rows = there >= size and checksum_of(path, size) == checksum
     if there != 0 and not has_rows:
         allowed = f"all {size} bytes of them, or an empty file to go on without"
-        raise BadConfig(f"{path} has not the rows of this checkpoint: allowed are {allowed}")
+        raise BadConfig(f"{path} lacks the rows of this checkpoint: allowed are {allowed}")
 
 
 def open_log(folder, log_bytes):
-    """logs.csv, cut to what the checkpoint knows of; only the first process writes."""
+    """Open logs.csv, cut to the rows that the checkpoint counts on; only process 0 writes."""
     if jax.process_index() > 0:
         return open(os.devnull, "a")
     path = folder / "logs.csv"
@@ -990,7 +990,7 @@ def open_log(folder, log_bytes):
 
 
 def save_checkpoint(path, log, reached, state):
-    """It notes what logs.csv holds, so that both agree after a crash."""
+    """Write a checkpoint that records the size of logs.csv, so that both agree after a crash."""
     data = reached | serialization.to_state_dict({"state": gather(state)})
     if jax.process_index() == 0:
         os.fsync(log.fileno())  # before the checkpoint that counts on it
@@ -999,8 +999,8 @@ def save_checkpoint(path, log, reached, state):
 
 
 def make_folder(config):
-    """--out, or the next runs/NAME-1, runs/NAME-2, ... that nobody has made yet. A new run's holds
-    nothing, or what is left of one that has trained nothing."""
+    """Make --out, or the next of runs/NAME-1, runs/NAME-2, ... that is free. A new run's folder
+    must be empty, or hold only what is left of a run that has trained nothing."""
     folder = Path(config.out)
     if jax.process_index() > 0:
         return folder
@@ -1024,7 +1024,7 @@ def make_folder(config):
 
 @contextmanager
 def hold_folder(config, folder):
-    """Keep other processes out of a run's folder; the system frees it when this one dies."""
+    """Keep other processes out of a run's folder; the lock ends with this process."""
     if jax.process_index() > 0:
         yield
         return
@@ -1044,8 +1044,8 @@ def hold_folder(config, folder):
 
 
 def log_row(config, row, metrics, cycle, seconds):
-    """A training's line of logs.csv, means over a chunk of cycles; metrics {name: [cycles]}.
-    Blank: nothing was measured; nan: something was not finite."""
+    """A training's line of logs.csv: the means of metrics {name: [cycles]} over a chunk of cycles.
+    Blank: nothing was measured; nan: a value was not finite."""
     learned, rollouts = (int(metrics[name][-1]) for name in COUNTERS)
     steps = rollouts * config.num_envs * config.num_evals * config.num_steps
     counters = {"update": cycle, "grad_updates": learned, "env_steps": steps}
@@ -1059,7 +1059,7 @@ def log_row(config, row, metrics, cycle, seconds):
 
 
 def write_log(log, trackers, lines):
-    """The lines, one for each row, to logs.csv and to the trackers."""
+    """Write the lines, one for each row, to logs.csv and to the trackers."""
     writer = csv.DictWriter(log, lines[0])
     if log.tell() == 0:
         writer.writeheader()
@@ -1070,7 +1070,7 @@ def write_log(log, trackers, lines):
 
 
 def start_trackers(config, rows, folder):
-    """A run of wandb or trackio for each row, in one group."""
+    """Start a run of wandb or trackio for each row, in one group."""
     if config.track == "" or jax.process_index() > 0:
         return []
     about = {"project": os.environ.get("WANDB_PROJECT", SCRIPT), "group": folder.name}
@@ -1081,15 +1081,15 @@ def start_trackers(config, rows, folder):
         about |= {"name": f"{name}-{i}", "config": asdict(config) | row}
         try:
             trackers.append(importlib.import_module(config.track).init(**about))
-        except Exception as error:  # whatever it raises, without a key for example
+        except Exception as error:  # of any type, for example without a key
             why = str(error).partition("\n")[0]
             demand(False, config, "track", f"a tracker that starts ({why})")
     return trackers
 
 
 def plot_curves(folder, swept):
-    """curves.png from logs.csv: mean and spread over the seeds of each point of a sweep."""
-    from matplotlib.figure import Figure  # here: seldom needed, and slow
+    """Draw curves.png from logs.csv: mean and standard deviation over seeds, by sweep point."""
+    from matplotlib.figure import Figure  # imported here, as it is slow
 
     figure = Figure(figsize=(11, 4), layout="constrained")
     text = (folder / "logs.csv").read_text(encoding="utf-8")
@@ -1102,7 +1102,7 @@ def plot_curves(folder, swept):
                 seeds = curves.setdefault(point, {}).setdefault(row["update"], [])
                 seeds.append([int(row["env_steps"]), float(row[column])])
         for point, curve in curves.items():
-            # steps differ between seeds where episodes are counted
+            # in SFL seeds differ in steps: they count episodes
             steps, mean = np.transpose([np.mean(seeds, axis=0) for seeds in curve.values()])
             std = np.array([np.std(seeds, axis=0)[1] for seeds in curve.values()])
             axis.plot(steps, mean, label=point)
@@ -1114,7 +1114,7 @@ def plot_curves(folder, swept):
 
 
 def draw(folder, levels, cycle, swept):
-    """The pictures: levels [R, ...] of the first row, and learning curves."""
+    """Draw the first row's levels, out of levels [R, ...], and the learning curves."""
     levels = jax.tree.map(lambda x: x[0], gather(levels))
     if jax.process_index() == 0:
         figure = amaze.plot_levels(levels)
@@ -1124,7 +1124,7 @@ def draw(folder, levels, cycle, swept):
 
 @contextmanager
 def catch_signals():
-    """A list that gets the first SIGINT or SIGTERM; a second one does what it did before."""
+    """Yield a list that gets the first SIGINT or SIGTERM; a second one acts as it did before."""
     caught, restore = [], ExitStack()
 
     def note(number, _):
@@ -1145,7 +1145,7 @@ def compile_update(update, cycles, *inputs):
 
 
 def say_diverged(rows, metrics, cycle, diverged):
-    """Name the trainings whose metrics {name: [R, cycles]} were not finite, each once."""
+    """Print each training whose metrics {name: [R, cycles]} are not finite, once."""
     infinite = np.any([np.isinf(x) for x in metrics.values()], axis=0)  # [R, cycles]
     for i in set(np.flatnonzero(infinite.any(axis=1))) - diverged:
         say(f"diverged at cycle {cycle + infinite[i].argmax() + 1}: {rows[i]}")
@@ -1163,11 +1163,11 @@ def progress_bar(cycle, cycles):
 def say_begin(folder, rows, where, before):
     say(f"{folder}: {len(rows)} training(s) on {where}")
     if before != where:
-        say(f"before on {before}: the same training to rounding, not bit for bit")
+        say(f"before on {before}: results are equal up to rounding, not bit for bit")
 
 
 def say_end(config, folder, cycle, seconds):
-    """What comes next, as a command that names files where they are."""
+    """Print the command that comes next, with paths from the present folder."""
     here = Path(min(os.path.abspath(__file__), os.path.relpath(__file__), key=len))
     script = Path(sys.argv[0]) if __name__ == "__main__" else here
     if cycle < config.num_updates:
@@ -1182,10 +1182,10 @@ def say_end(config, folder, cycle, seconds):
 
 
 def run(config, keep_metrics=True, stopped_by=None):
-    """Train all rows in chunks of log_interval cycles; between them logs, checkpoints, pictures.
+    """Train all rows in chunks of log_interval cycles; after each: log, checkpoints, pictures.
 
     -> states [R, ...], metrics {name: [R, cycles]} of this call's cycles, {} if they are not kept.
-    A signal ends it after a chunk; its number goes into the list stopped_by, if there is one."""
+    A signal ends the run after a chunk; its number is appended to the list stopped_by, if given."""
     rows = make_rows(config)
     devices, shard = choose_devices(config, len(rows))
     init, update, show, sharding = make_programs(config, len(rows), devices, shard)
@@ -1218,13 +1218,13 @@ def run(config, keep_metrics=True, stopped_by=None):
             cycles = min(to_next_row, config.num_updates - cycle)
             if cycles not in programs:
                 programs[cycles] = compile_update(update, cycles, cycle, table, state)
-                bar.unpause()  # its rate is of training alone
+                bar.unpause()  # compiling is no part of its rate
             started = time.monotonic()
             state, chunk = jax.block_until_ready(programs[cycles](cycle, table, state))
             seconds += time.monotonic() - started
             cycle += cycles
             chunk = gather(chunk)
-            stopped = int(gather(np.array([*caught, 0])[:1]).max())  # of any process
+            stopped = int(gather(np.array([*caught, 0])[:1]).max())  # from any process
 
             of_row = [{name: x[i] for name, x in chunk.items()} for i in range(len(rows))]
             lines = [log_row(config, *x, cycle, seconds) for x in zip(rows, of_row)]
@@ -1242,7 +1242,7 @@ def run(config, keep_metrics=True, stopped_by=None):
             reached = new | {"cycles": cycle, "seconds": seconds}
             if due(config.archive_interval):
                 save_checkpoint(folder / f"checkpoint_{cycle}.msgpack", log, reached, state)
-            if ends or due(config.checkpoint_interval):  # last: what comes before is made again
+            if ends or due(config.checkpoint_interval):  # last: a crash repeats all above
                 save_checkpoint(folder / "checkpoint.msgpack", log, reached, state)
     say_end(config, folder, cycle, seconds)
     if stopped > 0 and stopped_by is not None:
@@ -1254,7 +1254,7 @@ def run(config, keep_metrics=True, stopped_by=None):
 
 
 def refuse_words(arguments):
-    """Refuse other libraries' names of fields, and a value after a flag that takes none."""
+    """Refuse names of fields in other libraries, and a value after a flag that takes none."""
     for word, following in itertools.pairwise([*arguments, ""]):
         flag, _, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
@@ -1269,7 +1269,7 @@ def refuse_words(arguments):
 
 
 def whole_numbers(arguments):
-    """The arguments, with 1e6 as 1000000 where an int belongs."""
+    """The arguments, with 1e6 written as 1000000 where an int is expected."""
     words = list(arguments)
     for i, (flag, value) in enumerate(itertools.pairwise(arguments), start=1):
         name = flag.removeprefix("--").replace("-", "_")
@@ -1280,7 +1280,7 @@ def whole_numbers(arguments):
 
 
 def resume(config, read):
-    """Config of the run in --out, with what is given now: read(defaults); it stays the same run."""
+    """The Config of the run in --out, changed by the flags given now where that is allowed."""
     there = config.out != "" and Path(config.out, "config.json").exists()
     demand(there, config, "out", "the folder of a run, to --resume it")
     stored = read_config(Path(config.out))
@@ -1301,10 +1301,10 @@ def resume(config, read):
 
 
 def parse(arguments):
-    """The command line. What is not given is as in a preset, or as in the run to --resume."""
+    """The Config of a command line. Other fields are those of a preset, or of the run to resume."""
     refuse_words(arguments)
     if "-h" in arguments or "--help" in arguments:
-        print(f"{__doc__}\n{HELP}\n")  # as it stands; tyro would reflow it
+        print(f"{__doc__}\n{HELP}\n")  # unchanged; tyro would reflow it
     presets = [flag for flag in PRESETS if flag in arguments]
     if len(presets) > 1:
         print(f"{presets[0]} was not tuned for {presets[1]}")
@@ -1317,7 +1317,7 @@ def parse(arguments):
 
 
 def keep_programs():
-    """Keep compiled programs, for each kind of CPU apart: code for another may crash."""
+    """Keep compiled programs, in a folder for each kind of CPU: code for another may crash."""
     info, root = Path("/proc/cpuinfo"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     text = info.read_text() if info.exists() else f"flags {platform.platform()}"
     cpu = str(re.findall("(?m)^(?:model name|flags|Features).*", text)[:2]).encode()
@@ -1332,8 +1332,8 @@ def keep_programs():
 
 
 def start_jax(config):
-    """Every core of a CPU is a device, programs are kept, unless the user has set something else;
-    --distributed: join the other processes."""
+    """Make every core of a CPU a device and keep compiled programs, unless the user has set these;
+    with --distributed join the other processes."""
     if jax.config.jax_compilation_cache_dir is None:
         keep_programs()
     by_flags = "device_count" in os.environ.get("XLA_FLAGS", "")
@@ -1348,18 +1348,18 @@ def start_jax(config):
     except (ValueError, RuntimeError) as error:
         allowed = f"auto, or HOST:PORT,PROCESSES,NUMBER ({str(error).splitlines()[0]})"
         demand(config.distributed == "", config, "distributed", allowed)
-        print("an import has started JAX: its devices are used; of a CPU, JAX_NUM_CPU_DEVICES")
+        print("an import has started JAX: its devices are used (CPU: set JAX_NUM_CPU_DEVICES)")
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # a plugin that is not installed, for one
+    except (RuntimeError, AssertionError) as error:  # such as a plugin that is not installed
         why = str(error).partition("\n")[0] or "it is not installed"
         raise BadConfig(f"JAX_PLATFORMS = {jax.config.jax_platforms}: {why}") from None
 
 
 def main():
-    """Exit status: 0, 1 a training that failed, 2 bad input, 128 + the signal that stopped it."""
-    os.environ.pop("MPLBACKEND", None)  # a notebook's, which need not be installed here
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # what `run` does not catch ends it at once
+    """Exit status: 0 done, 1 training failed, 2 bad input, 128 + n stopped by signal n."""
+    os.environ.pop("MPLBACKEND", None)  # a notebook's backend need not be installed
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, except in `run`
     signals = []
     try:
         config = parse(sys.argv[1:])
@@ -1372,12 +1372,12 @@ def main():
     except AttributeError as error:
         if error.obj is not amaze:
             raise
-        message, status = f"amaze.{error.name}: {SCRIPT} needs it of an environment", 2
+        message, status = f"amaze.{error.name} is missing: {SCRIPT} needs it", 2
     except (OSError, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, OSError) and not jax.distributed.is_initialized():
             raise
         if getattr(error, "errno", None) is not None and error.filename is None:
-            error.filename = "logs.csv"  # all other files are written by `write`
+            error.filename = "logs.csv"  # errors of `write` name their file
         why, status = str(error).splitlines()[0], 1
         message = f"{why}; the last checkpoint is intact, if any; --resume goes on"
     print(f"{SCRIPT}: error: {printable(message)}", file=sys.stderr, flush=True)

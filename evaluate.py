@@ -2,31 +2,31 @@
 
     python evaluate.py runs/plr                          all seeds of a run on the minimax suite
     python evaluate.py runs/dr runs/plr --suite dcd      runs side by side
-    python evaluate.py runs/plr/checkpoint_500.msgpack   an archive
+    python evaluate.py runs/plr/checkpoint_500.msgpack   an archived checkpoint
     python evaluate.py runs/plr --suite sampled --levels 10000
     python evaluate.py runs/plr --mazes Labyrinth,FourRooms --gif Labyrinth
-    python evaluate.py runs/sweep                        of a sweep also its points, ranked
+    python evaluate.py runs/sweep                        a sweep: also ranks its points
     python evaluate.py runs/mine --script my_plr.py      a run of your own copy of a script
     python evaluate.py --suite dcd --show-levels         a picture of the mazes, without a run
-    python evaluate.py runs/dr runs/plr --play           instead, play.html: in a browser they walk
+    python evaluate.py runs/dr runs/plr --play           only writes a page: agents in a browser
 
 All agents play the same levels; actions are sampled. A training's score on a maze is its solve rate
-there. Over seeds and mazes: mean, interquartile mean (IQM) and optimality gap (Agarwal 2021,
-2108.13264). One agent plays all mazes, so the 95% bootstrap intervals draw whole seeds anew; with 6
-they hold the truth 85 times in 100, with fewer than 3 there are none. Sampled levels are played 10
-+ 10 times: the worst 10, 1, 0.1% are found by one half and reported by the other (Rutherford 2024,
-2408.15099). The points of a sweep are ranked by the last solve rate in logs.csv, before all else.
+there. Mean, interquartile mean (IQM) and optimality gap are over seeds and mazes (Agarwal 2021,
+2108.13264). One agent plays all mazes, so the 95% bootstrap intervals resample whole seeds; from 6
+seeds they cover the truth 85 times in 100, below 3 there are none. Sampled levels are played 10 +
+10 times: one half finds the worst 10, 1 and 0.1% of levels, the other scores them (Rutherford 2024,
+2408.15099). The points of a sweep are ranked first of all, by the last solve rate in logs.csv.
 
-    put all episodes in a row, mazes with long time limits first
+    put all episodes in a queue, mazes with long time limits first
     W lanes take the first W episodes, and at each step every lane
-        acts; if its episode ends, records return and length and takes the next episode in the row
+        acts; if its episode ends, it records return and length and takes the queue's next episode
 
-Random numbers come from --seed, the training's seed, the maze's name, the episode's number and the
-time step: devices, --batch-size and what else is evaluated change results by rounding only.
-Compiled programs stay in ~/.cache/amaze; delete it freely.
+Random numbers depend on --seed, the training's seed, the maze's name, the episode's number and the
+time step only: devices, --batch-size, other runs and mazes change results by rounding at most.
+Compiled programs are kept in ~/.cache/amaze, which may be deleted.
 
-Shapes     A agents (a run's seeds, times students), M mazes, E episodes on each, G = M * E,
-           P players (agents, times the parts of their episodes), W lanes of each,
+Shapes     A agents (seeds of a run times their students), M mazes, E episodes on each, G = M * E,
+           P players (agents, times the parts that their episodes are split into), W lanes of each,
            L distinct levels, S seeds.
 """
 
@@ -58,20 +58,20 @@ from PIL import Image
 from tqdm import tqdm
 
 import amaze
-import dr  # files are written and read as there
+import dr  # for reading and writing files
 from dr import BadConfig as Refused, printable, read_checkpoint, read_config
 
-SCRIPTS = ("dr.py", "plr.py", "accel.py", "paired.py", "sfl.py")  # all that a config.json may name
-STEPS = 50  # of the lanes, between looks at what has ended
-RESAMPLES = 2000  # of the bootstrap
-MIN_SEEDS = 3  # of an interval
+SCRIPTS = ("dr.py", "plr.py", "accel.py", "paired.py", "sfl.py")  # the project's own scripts
+STEPS = 50  # steps of the lanes between two looks at which episodes have ended
+RESAMPLES = 2000  # resamples of the bootstrap
+MIN_SEEDS = 3  # fewest seeds that give an interval
 WORST = {"worst 10%": 0.1, "worst 1%": 0.01, "worst 0.1%": 0.001}  # shares of the sampled levels
-MANY = 40  # more mazes than these are neither listed nor plotted one by one
+MANY = 40  # most mazes that are listed and plotted one by one
 HEADS = "(Dense_[0-3]/(bias|kernel) ){8}Embed_0/embedding conv/bias conv/kernel"
 GATED = " core/bias core/kernel"
 CORES = {"lstm": f"( core/Dense_0/kernel)?{GATED}", "gru": f" core/Dense_0/kernel{GATED}",
          "s5": r"( core/(Dense_0|S5Layer_\d+)/[\w/]+)+", "none": ""}  # fmt: skip
-LONGEST = 99_999  # steps of an episode that play.html reads
+LONGEST = 99_999  # the highest max_steps that play.html reads
 EMPTY_PAGE = '{"agents": [], "suites": {}, "mazes": {}}'  # what play.html holds before it is filled
 
 
@@ -79,27 +79,27 @@ EMPTY_PAGE = '{"agents": [], "suites": {}, "mazes": {}}'  # what play.html holds
 class Arguments:
     runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders, or checkpoint files in them
     suite: str = ""  # minimax, jaxued, dcd, families or sampled; default: the environment's first
-    mazes: str = ""  # instead of the suite: names of mazes, with commas between
-    maze_file: str = ""  # instead of the suite: a text file of mazes, blank lines between
+    mazes: str = ""  # comma-separated names of mazes, instead of the suite
+    maze_file: str = ""  # a text file of mazes with blank lines between, instead of the suite
     max_steps: int = 250  # time limit of the mazes of --maze-file
-    levels: int = 1000  # of the suite `sampled`: random solvable levels with 60 walls
+    levels: int = 1000  # number of random solvable levels (60 walls) of the suite `sampled`
     episodes: int = 0  # per agent and maze; 0: 100, or 20 on each level of `sampled` (10 + 10)
-    agent: str = "protagonist"  # of paired.py: protagonist, antagonist or a number, all
-    batch_size: int = 0  # episodes at once, for each player; 0: 128 on a CPU, 1,024 elsewhere
-    seed: int = 0  # of levels and actions
+    agent: str = "protagonist"  # student of paired.py: protagonist, antagonist, a number or all
+    batch_size: int = 0  # episodes at once, per agent and device; 0: 128 on a CPU, 1,024 elsewhere
+    seed: int = 0  # seed of levels and actions
     out: str = ""  # folder for results; default: the run's, or the one that holds the runs
-    gif: str = ""  # mazes to film, with commas between: each run's first agent and episode
-    show_levels: bool = False  # draw the mazes too
-    play: bool = False  # instead: write play.html, a page where one draws mazes that agents walk
-    trainings: int = 0  # of each run, the first so many; 0: all
-    script: tuple[str, ...] = ()  # files that made runs, if not beside evaluate.py; are executed
+    gif: str = ""  # comma-separated mazes to film: the first episode of each run's first agent
+    show_levels: bool = False  # also write mazes.png, a picture of the mazes
+    play: bool = False  # only write play.html, a page where agents walk mazes that one draws
+    trainings: int = 0  # evaluate only the first so many trainings of each run; 0: all
+    script: tuple[str, ...] = ()  # scripts of runs, if not beside evaluate.py; they are executed
 
 
 class Maze(NamedTuple):
     name: str
     levels: Any  # [E, ...] if each episode has its own, else [1, ...]
     max_steps: int
-    see_through_walls: bool | None = True  # None: an environment without
+    see_through_walls: bool | None = True  # None: the environment has no such rule
 
 
 class Run(NamedTuple):
@@ -108,10 +108,10 @@ class Run(NamedTuple):
     name: str
     folder: Path
     algorithm: str
-    update: int  # the checkpoint's cycle
+    update: int  # cycles done at the checkpoint
     agents: list  # [A] dicts of seed, swept values, agent
     params: dict  # [A, ...]
-    train: Callable  # the script's, of which act, initial_carry, reset and step are needed here
+    train: Callable  # made by the script; act, initial_carry, reset and step are used here
     env: ModuleType = amaze  # what the script imports as amaze
     script: Path | None = None
 
@@ -120,7 +120,7 @@ class Run(NamedTuple):
 
 
 def tag(name, number):
-    """What names the random numbers of a maze's level or episode."""
+    """A number from a maze's name and a level or episode, to fold into a random key."""
     return np.uint32(zlib.crc32(f"{name}/{number}".encode()))
 
 
@@ -142,7 +142,7 @@ def draw(names, number, seed, env=amaze):
 
 
 def read_mazes(path, max_steps, env=amaze):
-    """The mazes of a text file, as level_from_text takes them, blank lines between."""
+    """The mazes of a text file, each as for level_from_text, with blank lines between them."""
     path = Path(path)
     mazes = []
     try:
@@ -157,7 +157,7 @@ def read_mazes(path, max_steps, env=amaze):
 
 
 def choose_mazes(args, env=amaze):
-    """Names of all mazes that are asked for, those of --maze-file, and if others are sampled."""
+    """Names of all mazes asked for, the mazes of --maze-file, and whether the rest are sampled."""
     suite = args.suite or next(iter(env.SUITES))
     if suite not in env.SUITES:
         raise Refused(f"suite = {suite}: allowed are {', '.join(env.SUITES)}")
@@ -181,10 +181,10 @@ def choose_mazes(args, env=amaze):
 
 
 def draw_mazes(names, args=Arguments(episodes=1), sampled=False, env=amaze):
-    """The mazes of these names; sampled: of the suite `sampled`, a level for each name."""
+    """The mazes of these names; if sampled, each is one level of the suite `sampled`."""
 
     def maze(name, levels, source):
-        rules = (*env.TEST_MAZES[source][1:], None)[:2]  # an environment may have but one
+        rules = (*env.TEST_MAZES[source][1:], None)[:2]  # an environment may have one rule
         return Maze(name, levels, *rules)
 
     if not sampled:
@@ -197,7 +197,7 @@ def draw_mazes(names, args=Arguments(episodes=1), sampled=False, env=amaze):
 
 
 def stack(mazes, env=amaze):
-    """All levels, padded to one size if they differ, and each one's maze: levels [L, ...], [L]."""
+    """All levels [L, ...], padded to one size if they differ, and the maze of each level [L]."""
     pad = getattr(env, "pad_levels", list)
     levels = pad([maze.levels for maze in mazes])
     numbers = [len(jax.tree.leaves(x)[0]) for x in levels]
@@ -206,7 +206,7 @@ def stack(mazes, env=amaze):
 
 
 def optimal_returns(mazes, env=amaze):
-    """[M] the best return there is, averaged over a maze's levels; NaN if it is not known."""
+    """[M] the optimal return, averaged over a maze's levels; NaN if it is not known."""
     levels, owner = stack(mazes, env)
     limits = np.array([maze.max_steps for maze in mazes])[owner]
     stats = jax.jit(jax.vmap(env.level_stats))(levels, limits)
@@ -215,13 +215,13 @@ def optimal_returns(mazes, env=amaze):
 
 
 def open_levels(reset, mazes, env=amaze):
-    """First observation and state of each level [L, ...], and each one's maze [L]."""
+    """First observation and state of each level [L, ...], and the maze of each level [L]."""
     levels, owner = stack(mazes, env)
     limits = np.array([maze.max_steps for maze in mazes])[owner]
     see = [maze.see_through_walls for maze in mazes]
     if None in see:  # an environment without this rule
         openings = jax.jit(jax.vmap(reset))(levels, limits)
-    elif all(see):  # not traced, which is faster
+    elif all(see):  # a static True is faster
         openings = jax.jit(jax.vmap(lambda level, limit: reset(level, limit, True)))(levels, limits)
     else:
         openings = jax.jit(jax.vmap(reset))(levels, limits, np.array(see)[owner])
@@ -229,8 +229,8 @@ def open_levels(reset, mazes, env=amaze):
 
 
 def lay_out(mazes, episodes, owner):
-    """E episodes on each maze, in the order of play [G]: index into [M, E], what names the random
-    numbers, index into the levels; owner [L]: of each level its maze."""
+    """E episodes on each maze, in the order of play [G]: their indices into [M, E], their tags, and
+    the indices of their levels. owner [L]: the maze of each level."""
     limits = np.array([maze.max_steps for maze in mazes])
     maze = np.repeat(np.argsort(-limits, kind="stable"), episodes)  # [G]
     episode = np.tile(np.arange(episodes), len(mazes))  # [G]
@@ -245,14 +245,14 @@ def lay_out(mazes, episodes, owner):
 class Lanes(NamedTuple):
     """The W episodes that an agent plays at once."""
 
-    memory: Any  # of the core
+    memory: Any  # the recurrent core's
     obs: Any  # o_t
     state: Any
     t: jax.Array  # [W] steps so far
     returns: jax.Array  # [W] rewards so far
-    turn: jax.Array  # [W] the episode's number in the row
-    done: jax.Array  # [W] the last action ended it
-    taken: jax.Array  # [] episodes that all lanes have begun
+    turn: jax.Array  # [W] the episode's number in the queue
+    done: jax.Array  # [W] whether the last action ended it
+    taken: jax.Array  # [] episodes that the lanes together have begun
 
 
 def gumbel(rng, tag, t, env=amaze):
@@ -262,12 +262,12 @@ def gumbel(rng, tag, t, env=amaze):
 
 
 def make_player(train, tags, opening, parts, env):
-    """go_on(params, rng, part, lanes) -> lanes, {record: [STEPS, W]}: an agent plays every
-    parts-th episode of the row, from number `part` on."""
+    """Return go_on(params, rng, part, lanes) -> lanes, {record: [STEPS, W]}: an agent plays every
+    parts-th episode of the queue, starting with number `part`."""
 
     def step(params, rng, part, lanes):
         begins = lanes.done
-        # after the last episode the first again: played twice, an episode gives the same result
+        # after the last episode comes the first: played again, an episode has the same result
         later = (part + parts * (lanes.taken + jnp.cumsum(begins) - 1)) % len(tags)
         turn = jnp.where(begins, later, lanes.turn)
         t, returns = jnp.where(begins, 0, lanes.t), jnp.where(begins, 0.0, lanes.returns)
@@ -276,7 +276,7 @@ def make_player(train, tags, opening, parts, env):
             return jax.tree.map(partial(jax.vmap(jnp.where), begins), opening(turn), old)
 
         number, old = begins.sum(), (lanes.obs, lanes.state)
-        if jax.default_backend() != "cpu":  # of all players together, so that it stays a branch
+        if jax.default_backend() != "cpu":  # summed over players, so that lax.cond stays a branch
             number = jax.lax.psum(number, "players")
         obs, state = jax.lax.cond(number > 0, open_next, lambda old: old, old)
         noise = jax.vmap(partial(gumbel, rng, env=env))(tags[turn], t)
@@ -293,12 +293,12 @@ def make_player(train, tags, opening, parts, env):
 
 
 def make_program(player, devices):
-    """The program of all players [P], dealt over the devices, and how they are."""
+    """The program of all players [P], and the sharding of the players over the devices."""
 
     def in_turn(*players):
         return jax.lax.map(lambda arguments: player(*arguments), players)
 
-    # on a CPU a device's players take turns, which is faster there, else they are vmapped
+    # on a CPU the players of a device take turns, which is faster there; else they are vmapped
     of_all = in_turn if jax.default_backend() == "cpu" else jax.vmap(player, axis_name="players")
     dealt = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec("devices"))
     specs = dict(in_specs=dealt.spec, out_specs=dealt.spec, check_vma=False)
@@ -309,7 +309,7 @@ def make_program(player, devices):
 def play(train, params, rngs, mazes, episodes, batch_size=0, title="", env=amaze):
     """Every agent plays every maze: returns, lengths [A, M, E]. params [A, ...], rngs [A]."""
     devices = jax.devices()
-    parts = len(devices) // math.gcd(len(rngs), len(devices))  # so that players deal evenly
+    parts = len(devices) // math.gcd(len(rngs), len(devices))  # so that devices get equal parts
     agent, part = np.divmod(np.arange(len(rngs) * parts), parts)  # [P]
     openings, owner = open_levels(train.reset, mazes, env)
     row, tags, slot = lay_out(mazes, episodes, owner)
@@ -320,7 +320,7 @@ def play(train, params, rngs, mazes, episodes, batch_size=0, title="", env=amaze
     player = make_player(train, jnp.asarray(tags), opening, parts, env)
     program, dealt = make_program(player, devices)
     batch_size = batch_size or (128 if jax.default_backend() == "cpu" else 1024)
-    # at first all lanes are as if their episodes had ended, so that they begin the next
+    # the lanes start as if their episodes had just ended, so that they begin the first ones
     zeros = np.zeros(min(batch_size, math.ceil(len(row) / parts)), int)
     memory, (obs, state) = train.initial_carry(len(zeros)), opening(zeros)
     counts = dict(t=zeros, turn=zeros, taken=0)
@@ -342,14 +342,14 @@ def play(train, params, rngs, mazes, episodes, batch_size=0, title="", env=amaze
 
 
 def agent_keys(run, seed):
-    """[A] a key for each agent, of --seed and of its training's seed."""
+    """[A] a random key for each agent, from --seed and its training's seed."""
     rng = jax.random.fold_in(jax.random.key(seed), 1)
     seeds = np.array([agent["seed"] for agent in run.agents])
     return jax.vmap(partial(jax.random.fold_in, rng))(seeds)
 
 
 def film(run, seed, maze):
-    """Pictures [h, w, 3] of the run's first agent in its first episode, with its view lit up."""
+    """Pictures [h, w, 3] of the first episode of the run's first agent, its visible cells lit."""
     rng, params = agent_keys(run, seed)[0], jax.tree.map(lambda x: jnp.asarray(x[0]), run.params)
 
     @jax.jit
@@ -359,7 +359,7 @@ def film(run, seed, maze):
         memory, action = run.train.act(params, memory, *inputs)[:2]
         return memory, run.train.step(state, action[0])
 
-    def picture(state):  # whatever else a script's state holds
+    def picture(state):  # a script's state may hold more than the environment's
         is_maze = lambda x: isinstance(x, run.env.EnvState)
         [state] = filter(is_maze, jax.tree.leaves(state, is_leaf=is_maze))
         return run.env.render(state)
@@ -377,7 +377,7 @@ def film(run, seed, maze):
 
 
 def iqm(scores):
-    """Interquartile mean: without the lowest and the highest quarter of the scores."""
+    """Interquartile mean: the mean without the lowest and the highest quarter of the scores."""
     low = scores.size // 4
     high = scores.size - low
     return np.partition(scores, (low, high - 1), axis=None)[low:high].mean()
@@ -393,9 +393,9 @@ AGGREGATES = {
 def worst(halves):
     """Each seed's mean over its WORST shares of the levels [S, 3]; halves: solve rates [2, S, L].
 
-    Levels are ranked by one half of the episodes and the mean is over the other, which had no part
-    in the choice (by its own luck a mean would be too low); both ways round, for less noise. Those
-    that tie for the last places share them. Shares below one level are left out."""
+    Levels are ranked by one half of the episodes, and the mean is over the other half, which had no
+    part in the choice (over the same half a mean would be too low); then the halves change places.
+    Levels that tie for the last places share them. Shares below one level are left out."""
     means = []
     shares = [halves.shape[2] * share for share in WORST.values()]
     for number in [math.ceil(share) for share in shares if share >= 1]:
@@ -408,9 +408,9 @@ def worst(halves):
 
 
 def bootstrap(scores, statistic, seed):
-    """Of each of n statistics: value, 2.5% and 97.5% points [n, 3], NaN for fewer than MIN_SEEDS.
+    """Value, 2.5% and 97.5% quantile of n statistics [n, 3]; quantiles NaN below MIN_SEEDS seeds.
 
-    Whole seeds are drawn anew with replacement, all mazes of a seed together: one trained agent
+    Whole seeds are resampled with replacement, all mazes of a seed together: one trained agent
     plays them all, so its scores are not independent."""
     seeds = np.random.default_rng(seed).integers(len(scores), size=(RESAMPLES, len(scores)))
     values = np.array([statistic(scores[rows]) for rows in seeds])
@@ -420,7 +420,7 @@ def bootstrap(scores, statistic, seed):
 
 
 def summarise(returns, names, seed, sampled, env=amaze):
-    """{maze or aggregate: value, low, high} of the solve rates in episodes [S, M, E]."""
+    """{maze or aggregate: (value, low, high)} of the solve rates, from returns [S, M, E]."""
     mean = lambda scores: scores.mean(0)
     rates = lambda returns: env.solved(returns).mean(-1)  # [S, M]
     scores = rates(returns)
@@ -441,12 +441,12 @@ def show(value, low, high):
     return f"{value:.3f}{interval}"
 
 
-# --- checkpoints: data, from which nothing is executed
+# --- checkpoints: they are data, and nothing in them is executed
 
 
 def choose_script(recorded, given):
-    """The file of the script that config.json names: the one of --script with that name, or one
-    beside this file, never a path from a folder; else --script's only one, the script renamed."""
+    """The file of the script that config.json names: a file of that name in --script or beside this
+    one, never a path that a folder gives; else the only --script, as a script that was renamed."""
     given = [Path(path) for path in given]
     named = [path for path in given if path.name == recorded]
     trains = lambda path: "\ndef make_train(" in path.read_text(encoding="utf-8")
@@ -461,17 +461,17 @@ def choose_script(recorded, given):
 
 
 def import_script(path):
-    """The module of a file, which is executed."""
+    """Execute a file and return its module."""
     spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.append(str(path.resolve().parent))  # where its environment may lie
+    sys.path.append(str(path.resolve().parent))  # its environment may be there
     spec.loader.exec_module(module)
     return module
 
 
 def fit(expected, found, num_rows):
-    """The parameters [rows, ...], if they have the shapes of the config's network."""
+    """The parameters [rows, ...] that were found; Refused if their shapes are not the expected."""
 
     def fits(x, y):
         return y.shape == (num_rows, *x.shape) and y.dtype == x.dtype
@@ -489,7 +489,7 @@ def fit(expected, found, num_rows):
 
 
 def read_students(state, expected, config, num_rows):
-    """Names of a training's students, and the parameters of those of all rows."""
+    """Names of the students of a training, and the parameters of the students of all rows."""
     role = "students" if hasattr(expected, "students") else "student"
     learner = dict(state.get(role) or {})
     params = learner.get("average_params")  # as in training: with polyak_averaging
@@ -506,26 +506,26 @@ def read_students(state, expected, config, num_rows):
 
 
 def read_rows(data, made_by, expected):
-    """Rows of a checkpoint's trainings, dicts of seed and swept values; they are config.json's."""
+    """The rows of a checkpoint, dicts of seed and swept values; they must be config.json's rows."""
     try:
         rows = [dict(data["rows"][str(i)]) for i in range(len(data["rows"]))]
         rows = [row | {"seed": int(row["seed"])} for row in rows]
         script = data["config"]["script"]
     except (KeyError, TypeError, ValueError):
-        raise Refused("a checkpoint that does not say of which trainings") from None
+        raise Refused("the checkpoint does not say which trainings it holds") from None
     if script != made_by or rows != (expected or rows):
-        raise Refused(f"a checkpoint of {script!r:.50} or of other seeds, swept values")
+        raise Refused(f"the checkpoint is of {script!r:.50} or of other seeds or swept values")
     return rows
 
 
 def load(path, script=(), agent="protagonist", trainings=0):
-    """The Run of a run folder's last checkpoint, or of a checkpoint file; else as in Arguments."""
+    """The Run of a run folder's last checkpoint or of a checkpoint file; others: see Arguments."""
     path, script = Path(path), (script,) if isinstance(script, str | Path) else script
     folder = path if path.is_dir() else path.parent
     settings = read_config(folder)
     data = read_checkpoint(path / "checkpoint.msgpack" if path.is_dir() else path)
     made_by = settings.pop("script")
-    settings.pop("track", None)  # who plays needs no tracker
+    settings.pop("track", None)  # playing needs no tracker
     script = choose_script(made_by, script)
     module = import_script(script)
     unknown = set(settings) - {f.name for f in fields(module.Config)}
@@ -552,8 +552,8 @@ def load(path, script=(), agent="protagonist", trainings=0):
 
 
 def save(folder, config, state):
-    """Write into a new folder what `load` and a script's --resume read, of a training in code or of
-    many, states [R, ...]: the points of config.sweep, or config.seed and the seeds after it."""
+    """Save one training done in code, or several with states [R, ...], in a new folder for `load`
+    and --resume. Several are the points of config.sweep, or config.seed and the seeds after it."""
     folder = Path(folder)
     script = sys.modules.get(type(config).__module__)
     if not hasattr(script, "make_rows"):
@@ -581,14 +581,14 @@ def save(folder, config, state):
 
 
 def curve(metrics, name):
-    """What make_train or run measured: rollouts so far and values [n, R], for plt.plot(*...)."""
+    """Rollouts so far and values [n, R] of a metric of make_train or run, for plt.plot(*...)."""
     x, y = np.atleast_2d(metrics["rollouts"]).T, np.atleast_2d(metrics[name]).T
     measured = ~np.isnan(y).all(1)
     return x[measured], y[measured]
 
 
 def common_folder(folders):
-    """The deepest that holds them all; of two drives, the present one."""
+    """The deepest folder that holds them all; the present one if they are on two drives."""
     try:
         return Path(os.path.commonpath(folders))
     except ValueError:
@@ -596,8 +596,8 @@ def common_folder(folders):
 
 
 def load_runs(args):
-    """The runs that can be had, named by their folders, and a line for each that cannot; sweeps
-    are ranked."""
+    """The runs that can be loaded, named by their folders, and a line for each that cannot; prints
+    the ranking of each sweep."""
     runs, refused = {}, []
     for path in dict.fromkeys(map(Path, args.runs)):
         try:
@@ -629,7 +629,7 @@ def load_runs(args):
 
 
 def write(path, save):
-    """A file as a whole, as the scripts write theirs, in a folder that is made; it is said."""
+    """Write a file as a whole, as the scripts do; make its folder and print its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     existed = path.exists()
     dr.write(path, save)
@@ -637,7 +637,7 @@ def write(path, save):
 
 
 def tabulate(run, mazes, optimal, returns, lengths):
-    """The rows of results.csv of a run, from its episodes [A, M, E]."""
+    """The rows of results.csv for a run, from its episodes [A, M, E]."""
     names = "solve_rate", "return", "length", "optimal_return"
     for agent, r, n in zip(run.agents, returns, lengths):
         who = {"run": run.name, "algorithm": run.algorithm, "update": run.update} | agent
@@ -648,7 +648,7 @@ def tabulate(run, mazes, optimal, returns, lengths):
 
 
 def to_csv(table):
-    """Bytes of the table; where a run lacks a swept value, its cell is empty."""
+    """The table as the bytes of a CSV file; a cell is empty where a run has no such value."""
     columns = dict.fromkeys(name for row in table for name in row)
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns)
@@ -658,7 +658,7 @@ def to_csv(table):
 
 
 def group_seeds(run):
-    """{label: numbers of the agents} that differ in seed only."""
+    """{label: numbers of agents}, where the agents of a label differ only in their seeds."""
     groups = {}
     for i, agent in enumerate(run.agents):
         label = [f"{run.name} @{run.update}"]
@@ -670,7 +670,7 @@ def group_seeds(run):
 
 
 def print_table(lines):
-    """Lines of cells, the first cell to the left and the others to the right."""
+    """Print lines of cells, the first column left-aligned and the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     for first, *others in lines:
         cells = (cell.rjust(width) for cell, width in zip(others, widths[1:]))
@@ -678,7 +678,7 @@ def print_table(lines):
 
 
 def print_results(results, summaries, mazes, optimal):
-    """A table of mazes for each group of seeds, and one of all groups."""
+    """Print a table of mazes for each group of seeds, and a table of all groups."""
     for label, (returns, lengths) in results.items():
         summary = summaries[label]
         seeds, _, episodes = returns.shape
@@ -700,12 +700,12 @@ def print_results(results, summaries, mazes, optimal):
 
 
 def plain(text):
-    """For matplotlib, without formulas in it."""
+    """Text for matplotlib in which $ starts no formula."""
     return text.replace("$", r"\$")
 
 
 def plot_results(results, summaries, env=amaze):
-    """A Figure: points with intervals, and the performance profile; {label: ...} both."""
+    """A Figure of points with intervals and of performance profiles, from two {label: ...}."""
     names = list(next(iter(summaries.values())))
     from matplotlib.figure import Figure
 
@@ -732,7 +732,7 @@ def plot_results(results, summaries, env=amaze):
 
 
 def rank(folder, args):
-    """Print the points of a run's sweep, the best first, and draw them; diverged counts as 0."""
+    """Print and draw the points of a run's sweep, the best first; a diverged training scores 0."""
     names = [str(sweep).partition("=")[0] for sweep in read_config(folder).get("sweep") or ()]
     if len(names) == 0 or not (folder / "logs.csv").exists():
         return
@@ -747,8 +747,8 @@ def rank(folder, args):
 
 
 def read_sweep(path, names):
-    """Points, column, scores: a training's last in logs.csv, 0 if there is none, and NaN if
-    something was not finite ("nan")."""
+    """Points, the column of scores, and each training's last score in logs.csv: 0 if it has none,
+    NaN if any of its values was not finite ("nan")."""
     points = {}  # point: {seed: score}
     try:
         table = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines(), restval=""))
@@ -766,8 +766,8 @@ def read_sweep(path, names):
         sizes = np.abs([x for point in points for x in point])
         if len(names) > 20 or sizes.max() > 1e9 or np.nanmax(np.abs(scores - 0.5), initial=0) > 0.5:
             raise ValueError("what no training has")
-    except (ValueError, TypeError, KeyError, AttributeError, csv.Error):  # also of unlike seeds
-        raise Refused("logs.csv is none that this run wrote") from None
+    except (ValueError, TypeError, KeyError, AttributeError, csv.Error):  # or seeds differ
+        raise Refused("logs.csv was not written by this run") from None
     return dict(zip(names, np.transpose(list(points)))), column, scores
 
 
@@ -782,7 +782,7 @@ def print_ranking(points, column, scores, summary):
 
 
 def plot_sweep(points, column, scores, summary):
-    """A Figure: the scores against each field."""
+    """A Figure of the scores against each swept field."""
     _, low, high = summary.T
     diverged = np.isnan(scores).any(1)  # [N]
     from matplotlib.figure import Figure
@@ -802,12 +802,12 @@ def plot_sweep(points, column, scores, summary):
 
 
 def demand_playable(run, args):
-    """The page plays amaze.py and dr.py's network; what a copy does is compared with theirs."""
+    """Refuse a run that the page, which has amaze.py and dr.py's network, would play otherwise."""
     allowed = f"allowed is dr.py's, rnn = {', '.join(CORES)}"
     config = read_config(run.folder)
     network = {k: config[k] for k in ("rnn", "hidden_size", "s5_layers", "s5_norm") if k in config}
     names = " ".join(sorted(traverse_util.flatten_dict(run.params.get("params", {}), sep="/")))
-    pattern = HEADS + CORES.get(network.get("rnn"), "#")  # which is in no name
+    pattern = HEADS + CORES.get(network.get("rnn"), "#")  # "#": in no name
     if run.env is not amaze or re.fullmatch(pattern, names) is None:
         raise Refused(f"a network that play.html cannot play: {allowed}")
     if not all((abs(x) < np.finfo(np.float16).max).all() for x in jax.tree.leaves(run.params)):
@@ -817,7 +817,7 @@ def demand_playable(run, args):
 
 
 def plays_as_ours(run, network, args):
-    """If the run's first agent does on easy mazes what it does with dr.py's network."""
+    """Whether the run's first agent plays on three mazes as it does with dr.py's network."""
     ours = dr.make_train(dr.Config(**network))
     shapes = jax.eval_shape(ours.init, jax.random.key(0)).student.params
     try:
@@ -825,14 +825,14 @@ def plays_as_ours(run, network, args):
     except Refused:  # it is larger, say
         return False
     params, rngs = jax.tree.map(lambda x: x[:1], (params, agent_keys(run, args.seed)))
-    names = "TrivialMaze", "MiniMaze", "FourRooms"  # also by chance
+    names = "TrivialMaze", "MiniMaze", "FourRooms"  # even random actions solve these
     mazes = draw_mazes(names, replace(args, episodes=30), False)
     played, expected = (play(train, params, rngs, mazes, 30) for train in (run.train, ours))
     return np.mean(np.not_equal(played, expected)) <= 0.05  # a few may differ by rounding
 
 
 def maze_texts(maze, encode):
-    """The levels of a maze as play.html's maze_to_text writes them."""
+    """Yield the levels of a maze as play.html's maze_to_text writes them."""
     for level in zip(*map(np.asarray, maze.levels)):
         walls, (x, y), turn, (u, v) = level
         place = f"{walls.shape[1]}x{walls.shape[0]}.{x}.{y}.{turn}.{u}.{v}"
@@ -843,8 +843,8 @@ def maze_texts(maze, encode):
 def page(runs, mazes, dtype="<f2"):
     """play.html, filled with the agents of the runs and with mazes, all in base64.
 
-    Of three agents (LSTM 64) on dcd's mazes float16 changed no probability of an action by more
-    than 0.006 in 300 steps, no value by more than 0.001, and mean solve rates by up to 0.003."""
+    With float16, for three agents (LSTM 64) on dcd's mazes, no probability of an action changed by
+    more than 0.006 in 300 steps, no value by more than 0.001, no mean solve rate by over 0.003."""
     encode = lambda x: base64.urlsafe_b64encode(x.tobytes()).decode().rstrip("=")
     mazes = {maze.name: list(maze_texts(maze, encode)) for maze in mazes}
     data = {"agents": [], "suites": amaze.SUITES, "mazes": mazes}
@@ -897,7 +897,7 @@ def write_levels(out, mazes, env):
 
 
 def write_results(out, runs, mazes, args, sampled):
-    """All runs play all mazes: their tables, results.csv and results.png."""
+    """Let all runs play all mazes; print tables, write results.csv and results.png."""
     env, names = runs[0].env, [maze.name for maze in mazes]
     optimal = optimal_returns(mazes, env)
     results, table = {}, []
@@ -923,7 +923,7 @@ def write_film(out, run, maze, seed):
 
 
 def evaluate(args):
-    """Do what the arguments ask for; returns the lines about runs that could not be had."""
+    """Do what the arguments ask for; return a line for each run that could not be loaded."""
     check(args)
     runs, refused = load_runs(args)
     if len(args.runs) > 0 and len(runs) == 0:
@@ -960,9 +960,9 @@ def evaluate(args):
 
 
 def main():
-    os.environ.pop("MPLBACKEND", None)  # a notebook's, which need not be installed here
+    os.environ.pop("MPLBACKEND", None)  # a notebook's backend need not be installed
     if "-h" in sys.argv or "--help" in sys.argv:
-        print(__doc__)  # as it stands; tyro would reflow it
+        print(__doc__)  # unchanged; tyro would reflow it
     args = tyro.cli(Arguments, description="", config=(tyro.conf.UseAppendAction,))
     try:
         dr.start_jax(dr.Config())

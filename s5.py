@@ -6,8 +6,8 @@
     u    <- LayerNorm(u + g * sigmoid(W g + b)),  g = gelu(y)      a layer; S5 stacks n_layers
 
 Learning takes all T steps at once with a parallel scan, acting (T = 1) one step of the recurrence;
-both drop the state where an episode begins. A complex number is a pair of reals, [2, P] = (re, im),
-wherever T and N are axes: XLA compiles complex scans about seven times slower on CPU.
+both reset the state where an episode begins. Arrays with axes T or N hold complex numbers as pairs
+of reals, [2, P] = (re, im): XLA compiles complex scans about seven times slower on a CPU.
 
 Shapes: T steps, N sequences, H = d_model features, P = ssm_size / 2 complex states.
 """
@@ -39,8 +39,8 @@ def times(a, x):
 def scan(Lambda_bar, keep, x, Bu, reverse=False):
     """x_k = keep_k Lambda_bar x_{k-1} + Bu_k for k = 1..T from x_0 = x [N, 2, P]: [T, N, 2, P].
 
-    A parallel scan (sec. 2.2, app. H) in about 3 sqrt(T) steps, made for a Lambda_bar that never
-    changes: T/L chunks of L steps, all chunks at once; then what each chunk hands to the next."""
+    A parallel scan (sec. 2.2, app. H) in about 3 sqrt(T) steps, for a constant Lambda_bar: T/L
+    chunks of L steps from zero, all at once; the state before each chunk; all chunks from there."""
     T = len(Bu)
     if T == 1:  # acting
         return keep * times(Lambda_bar, x) + Bu
@@ -64,7 +64,7 @@ def scan(Lambda_bar, keep, x, Bu, reverse=False):
         return x, jax.lax.dynamic_update_index_in_dim(xs, x, at(i), 1)
 
     one = jnp.zeros_like(Lambda_bar).at[0].set(1.0)
-    unroll = jax.default_backend() != "cpu"  # a GPU's time goes by the number of kernels
+    unroll = jax.default_backend() != "cpu"  # a GPU's time depends on the number of kernels
     start = jnp.zeros_like(Bu[:, 0]), one
     ends, power = jax.lax.fori_loop(0, L, step_from_zero, start, unroll=unroll)
     chunks = keep.prod(1), ends
@@ -75,7 +75,7 @@ def scan(Lambda_bar, keep, x, Bu, reverse=False):
 
 @jax.custom_vjp
 def recurrence(Lambda_bar, keep, x_0, Bu):
-    """scan, with a gradient that keeps x alone: Lambda_bar [2, P], keep [T, N, 1, 1], Bu as x."""
+    """scan, with a gradient that stores only x: Lambda_bar [2, P], keep [T, N, 1, 1], Bu like x."""
     return scan(Lambda_bar, keep, x_0, Bu)
 
 
@@ -111,7 +111,7 @@ def hippo_legs(n):
 
 
 class LayerNorm(nn.Module):
-    """1607.06450; flax's takes CPUs three times as long to compile."""
+    """Layer normalisation (1607.06450); flax's takes three times as long to compile on a CPU."""
 
     @nn.compact
     def __call__(self, u):
@@ -136,8 +136,8 @@ class S5Layer(nn.Module):
         Lambda_block, V_block = hippo_legs(self.ssm_size // self.blocks)
         Lambda_0 = np.tile(Lambda_block, self.blocks)              # [P]
         V = np.kron(np.eye(self.blocks), V_block)                  # [2P, P]  V^-1 = V^H
-        # C's fan-in: 2P, the S5 authors' default but for sqrt(2); minimax takes their other, 2P H.
-        # In dr.py, 3 seeds, ours solves .82 and minimax's .79 after 90 updates, both .90 after 300.
+        # C's fan-in is 2P: up to sqrt(2) the S5 authors' default; minimax has their other, 2P H.
+        # In dr.py (3 seeds) ours solves .82, minimax's .79 after 90 updates, both .90 after 300.
         lecun = nn.initializers.lecun_normal(1, 0)
         init_B = lambda rng: pair(V.conj().T @ lecun(rng, (2 * P, H)))
         init_C = lambda rng: pair(lecun(rng, (H, 2 * P)) @ V)
@@ -154,7 +154,7 @@ class S5Layer(nn.Module):
         Delta = jnp.exp(log_Delta)                                 # [P]
         Lambda_bar = jnp.exp(Lambda * Delta)                       # [P]
         scale = jnp.expm1(Lambda * Delta) / Lambda                 # [P]
-        scale = jax.lax.optimization_barrier(scale)                # else worked out for all P x H
+        scale = jax.lax.optimization_barrier(scale)                # else computed for all P x H
         B_bar = scale[:, None] * (B[0] + 1j * B[1])                # [P, H]
         skip = u
         u = LayerNorm()(u) if self.norm == "before" else u
@@ -169,21 +169,21 @@ class S5Layer(nn.Module):
 
 
 class S5(nn.Module):
-    """Encoder and S5 layers: carry, xs [T, N, ...], is_first [T, N] -> carry, ys [T, N, H]."""
+    """An encoder and S5 layers: carry, xs [T, N, ...], is_first [T, N] -> carry, ys [T, N, H]."""
 
     d_model: int = 256  # H
-    ssm_size: int = 256  # 2P: complex states, of which conjugate symmetry keeps half
+    ssm_size: int = 256  # 2P; conjugate symmetry leaves P complex states
     n_layers: int = 2
     blocks: int = 2  # HiPPO-LegS blocks on the diagonal of the initial state matrix
     norm: str = "after"  # LayerNorm's place in a layer: "after", "before", "none"
 
     def initial_carry(self, batch):
-        """The state that opens an episode: for each layer [N, 2, P]."""
+        """The state at the start of an episode, [N, 2, P] for each layer."""
         return (jnp.zeros((batch, 2, self.ssm_size // 2)),) * self.n_layers
 
     @nn.compact
     def __call__(self, carry, xs, is_first):
-        keep = 1.0 - jnp.float32(is_first)[..., None, None]        # [T, N, 1, 1]  0: o_t opens one
+        keep = 1.0 - jnp.float32(is_first)[..., None, None]        # [T, N, 1, 1]  0: a new episode
         u = nn.Dense(self.d_model)(xs)                             # [T, N, H]
         last = []
         for x in carry:

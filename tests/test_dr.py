@@ -821,7 +821,7 @@ def test_a_traced_static_field_is_refused(name):
     with pytest.raises(dr.BadConfig) as error:
         jax.vmap(init)(jnp.arange(3))
     assert str(error.value).startswith(f"{name} = ")
-    assert str(error.value).endswith(": allowed is static: one program for each value")
+    assert str(error.value).endswith(": allowed is a static value: each needs its own program")
     assert "\n" not in str(error.value)
 
 

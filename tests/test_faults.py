@@ -188,7 +188,7 @@ CHANGES = {  # what a well-formed checkpoint says: a change of it, and what is s
     "many cycles": (lambda x: x.update(cycles=10**9), "1000000000 cycles"),
     "less than none": (lambda x: x.update(cycles=-1), "-1 cycles"),
     "words": (lambda x: x.update(cycles="8"), "cycles is str, in this run int"),
-    "a gigabyte of rows": (lambda x: x.update(log_bytes=10**9), "logs.csv has not the rows"),
+    "a gigabyte of rows": (lambda x: x.update(log_bytes=10**9), "logs.csv lacks the rows"),
     "no end of time": (lambda x: x.update(seconds=None), "seconds is NoneType"),
     "a list": (lambda x: x.update(metrics=[1, 2]), "metrics"),
 }
@@ -264,7 +264,7 @@ def test_logs(run, monkeypatch, capsys):
     for name, lie in lies.items():
         path.write_bytes(lie)
         assert lie != rows, name
-        assert "logs.csv has not the rows" in refused(monkeypatch, capsys, run), name
+        assert "logs.csv lacks the rows" in refused(monkeypatch, capsys, run), name
     path.unlink()
     assert "an empty file to go on without" in refused(monkeypatch, capsys, run)
     path.write_bytes(b"")
@@ -284,7 +284,7 @@ def test_without_its_rows_a_run_goes_on(run, train):
 def test_on_another_number_of_devices(run, train):
     said = train("--resume", "--num-updates", 14, "--devices", 2, "--shard", "levels", "--out", run,
                  devices=2)  # fmt: skip
-    assert "before on 1 x cpu, dealt by seeds: the same training to rounding" in said
+    assert "before on 1 x cpu, dealt by seeds: results are equal up to rounding" in said
 
 
 @pytest.mark.slow

@@ -196,7 +196,7 @@ def test_what_an_environment_lacks_is_named(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         plr.main()
     said = capsys.readouterr().err
-    assert said == "plr.py: error: amaze.level_code: plr.py needs it of an environment\n"
+    assert said == "plr.py: error: amaze.level_code is missing: plr.py needs it\n"
 
 
 @pytest.mark.slow
