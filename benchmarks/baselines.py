@@ -1,14 +1,14 @@
-"""What needs no learning: random actions, and a hand on the wall, on all suites of evaluate.py.
+"""Agents that need no learning, on all suites of evaluate.py: random actions, a hand on the wall.
 
     python benchmarks/baselines.py
     python benchmarks/baselines.py --levels 100 --episodes 10      a quick look
 
-They see what an agent sees, 5 x 5 cells and the direction. Random actions are uniform over all
-seven. A hand on the wall: straight on to a wall, then along it, with the right or the left hand on
-it; and to the goal when it is one cell ahead, to the right or to the left. Where the goal's walls
-do not hang together with that one it goes around for ever. (Without the first part, of a rule that
-turns to its hand wherever it can, it circles in the open: 0.59 of dcd's mazes, no corridor.)
-results/baselines.csv has the solve rates, a row for each maze, mean and share of the worst.
+They see what an agent sees: 5 x 5 cells and the direction. Random actions are uniform over all
+seven. A wall follower walks straight ahead to a wall, then along it with its right (or left) hand
+on it; if the goal is one cell ahead, to the right or to the left, it goes there. If the walls near
+the goal are not connected to its wall, it circles for ever. (A follower that simply turns to its
+hand wherever it can circles in open space: it solves 0.59 of dcd's mazes and no corridor.)
+results/baselines.csv has the solve rates: a row for each maze, each mean and each worst share.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import amaze  # noqa: E402
 import evaluate  # noqa: E402
 
 FORWARD, WALL, GOAL = amaze.FORWARD, amaze.WALL[0], amaze.GOAL[0]
-BESIDE = {amaze.LEFT: -1, amaze.RIGHT: 1}  # columns of the view from the agent's to its neighbours'
+BESIDE = {amaze.LEFT: -1, amaze.RIGHT: 1}  # offsets of the columns beside the agent in its view
 
 
 def random_actions(params, memory, obs, is_first, noise):
@@ -35,13 +35,13 @@ def random_actions(params, memory, obs, is_first, noise):
 
 
 def hand_on_the_wall(params, holds, obs, is_first, noise, hand):
-    """One action of each of W agents; holds [W]: whether the hand was on a wall before."""
+    """Actions [W] of W agents; holds [W]: whether the hand was on a wall one step ago."""
     other = amaze.LEFT + amaze.RIGHT - hand
-    row, column = amaze.VIEW - 1, amaze.VIEW // 2  # of the agent, that looks at row 0
+    row, column = amaze.VIEW - 1, amaze.VIEW // 2  # of the agent, which looks towards row 0
     kind = obs.image[..., 0]  # [W, across, ahead]
     ahead = kind[:, column, row - 1]
     at_hand, at_other = (kind[:, column + BESIDE[x], row] for x in (hand, other))
-    lost = holds & ~is_first & (at_hand != WALL)  # the wall has ended: around its corner
+    lost = holds & ~is_first & (at_hand != WALL)  # the wall has ended: turn around its corner
     action = jnp.select(
         [ahead == GOAL, at_hand == GOAL, at_other == GOAL, lost, ahead == WALL],
         [FORWARD, hand, other, hand, other],
@@ -51,7 +51,7 @@ def hand_on_the_wall(params, holds, obs, is_first, noise, hand):
 
 
 def player(act, memory):
-    """What evaluate.play needs of a script; memory(W)."""
+    """The parts of a script that evaluate.play needs; memory(W) is the initial state."""
     return SimpleNamespace(act=act, initial_carry=memory, reset=amaze.reset, step=amaze.step)
 
 
@@ -82,8 +82,8 @@ def solve_rates(suite, args):
 def main():
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--episodes", type=int, default=100, help="of each maze")
-    parser.add_argument("--levels", type=int, default=2000, help="random ones, 20 episodes of each")
+    parser.add_argument("--episodes", type=int, default=100, help="per maze")
+    parser.add_argument("--levels", type=int, default=2000, help="random levels, 20 episodes each")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "baselines.csv")
     args = parser.parse_args()
     table = []

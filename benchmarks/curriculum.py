@@ -1,13 +1,13 @@
-"""What a training replays as it goes on: levels drawn from its buffer in each archived checkpoint.
+"""Show the levels that a training replays over time, from the buffers of archived checkpoints.
 
     python accel.py --fast --archive-interval 500 --out runs/accel
     python benchmarks/curriculum.py runs/accel --updates 500 1500 3000 6000
-    python benchmarks/curriculum.py curriculum.json    # only draws the picture from it again
+    python benchmarks/curriculum.py curriculum.json    # only draws its picture again
 
-A row of the picture is an update, its levels drawn by their replay probability, of the first seed;
-curriculum.json beside it has them as text. Printed for all seeds together: means over that
-probability, and how near a level in the buffer has come to a test maze of the suite dcd (13 x 13
-cells): the smallest number of cells that differ.
+A row of the picture has levels of the first seed in one update, sampled by replay probability;
+curriculum.json beside it has them as text. The script prints means over all seeds, weighted by this
+probability, and how close the buffers come to the 13 x 13 test mazes of the suite dcd: for each
+maze the smallest number of cells in which a level of a buffer differs from it.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import evaluate
 def read_buffer(path):
     """A checkpoint's Buffer [R, K, ...] and replay probabilities [R, K], as NumPy arrays."""
     if not path.exists():
-        sys.exit(f"{path}: does not exist; runs have it with --archive-interval")
+        sys.exit(f"{path}: does not exist; train with --archive-interval to get it")
     stored, data = evaluate.read_config(path.parent), evaluate.read_checkpoint(path)
     module = evaluate.import_script(evaluate.choose_script(stored.pop("script"), ()))
     if not hasattr(module, "replay_probabilities"):
@@ -47,7 +47,7 @@ def read_buffer(path):
 
 
 def test_walls():
-    """The wall maps of dcd's mazes of 13 x 13 cells, with their names."""
+    """Yield the names and wall maps of dcd's mazes of 13 x 13 cells."""
     for name in amaze.SUITES["dcd"]:
         level = amaze.TEST_MAZES[name].sample(jax.random.key(0))
         if level.wall_map.shape == (13, 13):
@@ -55,7 +55,7 @@ def test_walls():
 
 
 def plot(chosen, path):
-    """The picture of {update: levels as text}."""
+    """Draw {update: levels as text}, a row for each update."""
     columns = max(map(len, chosen.values()))
     grid = Figure(figsize=(1.25 * columns, 1.25 * len(chosen) + 0.4), layout="constrained")
     axes = grid.subplots(len(chosen), columns, squeeze=False)
@@ -71,9 +71,9 @@ def plot(chosen, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="folder of a run of accel.py or plr.py, or a .json")
-    parser.add_argument("--updates", type=int, nargs="+", help="archived ones; of a folder")
-    parser.add_argument("--columns", type=int, default=8, help="levels of each")
-    parser.add_argument("--out", type=Path, default="curriculum.png", help="a .png")
+    parser.add_argument("--updates", type=int, nargs="+", help="archived cycles to draw")
+    parser.add_argument("--columns", type=int, default=8, help="levels per update")
+    parser.add_argument("--out", type=Path, default="curriculum.png", help="path of the .png")
     options = parser.parse_args()
     if options.run.suffix == ".json":
         return plot(json.loads(options.run.read_text()), options.out)
@@ -94,7 +94,7 @@ def main():
         )
         taken = walls[buffer.scored]
         apart = {name: (taken != maze).sum((1, 2)).min() for name, maze in test_walls()}
-        print("  nearest to", ", ".join(f"{name} {n}" for name, n in apart.items()))
+        print("  fewest differing cells:", ", ".join(f"{name} {n}" for name, n in apart.items()))
         slots = np.random.default_rng(0).choice(
             len(probabilities[0]), options.columns, replace=False, p=probabilities[0]
         )

@@ -1,11 +1,11 @@
-"""Learning curves of several runs side by side, from their logs.csv: mean and range over seeds
-(and over the points of a sweep: `evaluate.py` draws those apart).
+"""Learning curves of several runs side by side, from their logs.csv: mean and range over seeds.
+The points of a sweep are pooled with the seeds; `evaluate.py` draws them separately.
 
     python benchmarks/curves.py runs/dr-1 runs/plr-1 --columns train_solve_rate eval_solve_rate
     python benchmarks/curves.py runs/accel-1 --columns buffer_walls_weighted replay_path_length
-    python benchmarks/curves.py --mazes results.csv    # evaluate.py's: each maze, range over seeds
+    python benchmarks/curves.py --mazes results.csv    # evaluate.py's: mean and range on each maze
 
-`--table` also prints the mean of the last rows of each run, averaged over `--last` log steps.
+`--table` also prints the mean of each run and of each seed over the last `--last` log steps.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 
 def read(folder, x, column):
-    """x [n], the mean over seeds, and the column's values [n, seeds] where it was logged."""
+    """Where a column was logged: x [n], the mean over seeds, and its values [n, seeds]."""
     points = {}
     if not (Path(folder) / "logs.csv").exists():
         raise SystemExit(f"{folder}: has no logs.csv")
@@ -25,20 +25,20 @@ def read(folder, x, column):
         for row in csv.DictReader(file):
             if row.get(column):
                 points.setdefault(row["update"], []).append((float(row[x]), float(row[column])))
-    full = max(map(len, points.values()), default=0)  # a seed may have nothing to log
+    full = max(map(len, points.values()), default=0)  # skip updates that a seed lacks
     points = np.array([values for values in points.values() if len(values) == full])
     return (points[..., 0].mean(1), points[..., 1]) if full else (points, points)
 
 
 def mazes(path, out):
-    """Of each maze in evaluate.py's results.csv, and of all: every run's mean and range."""
+    """Draw each run's mean and range on each maze of evaluate.py's results.csv, and on all."""
     rates = {}
     with open(path, newline="") as file:
         for row in csv.DictReader(file):
             for maze in (row["maze"], "all of them"):
                 seeds = rates.setdefault(maze, {}).setdefault(row["run"], {})
                 seeds.setdefault(row["seed"], []).append(float(row["solve_rate"]))
-    rates["all of them"] = rates.pop("all of them")  # last
+    rates["all of them"] = rates.pop("all of them")  # moved to the end
     figure = Figure(figsize=(8, 0.55 * len(rates) + 1), layout="constrained")
     axis = figure.subplots()
     for y, runs in enumerate(rates.values()):
@@ -58,7 +58,7 @@ def mazes(path, out):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="*", help="run folders; NAME=FOLDER names one in the legend")
-    parser.add_argument("--mazes", metavar="CSV", help="instead: evaluate.py's results.csv")
+    parser.add_argument("--mazes", metavar="CSV", help="evaluate.py's results.csv, not runs")
     parser.add_argument("--columns", nargs="+", default=["train_solve_rate", "eval_solve_rate"])
     parser.add_argument("--x", default="env_steps", choices=["env_steps", "grad_updates", "update"])
     parser.add_argument("--last", type=int, default=5)
@@ -66,7 +66,7 @@ def main():
     parser.add_argument("--out", default="curves.png")
     options = parser.parse_args()
     if bool(options.runs) == bool(options.mazes):
-        parser.error("allowed are run folders or --mazes")
+        parser.error("allowed are either run folders or --mazes")
     if options.mazes:
         return mazes(options.mazes, options.out)
     figure = Figure(figsize=(4.6 * len(options.columns), 3.4), layout="constrained")
@@ -77,14 +77,14 @@ def main():
             x, values = read(folder, options.x, column)
             if not len(x):
                 continue
-            marker = "o" if len(x) == 1 else ""  # of one row a line is nothing
+            marker = "o" if len(x) == 1 else ""  # a line needs two rows
             label = name or Path(folder).name
             axis.plot(x, values.mean(1), marker, ls="-", color=f"C{i}", label=label)
             axis.fill_between(x, values.min(1), values.max(1), color=f"C{i}", alpha=0.2, lw=0)
             if options.table:
                 last = values[-options.last :].mean(0)
                 each = " ".join(f"{value:.3f}" for value in last)
-                print(f"{name or folder}\t{column}\t{last.mean():.3f}\tof {each}")
+                print(f"{name or folder}\t{column}\t{last.mean():.3f}\tseeds: {each}")
         if not axis.lines:
             raise SystemExit(f"--columns {column}: no run has logged it")
         axis.set(title=column.replace("_", " "), xlabel=options.x.replace("_", " "))

@@ -1,15 +1,15 @@
-"""Evolution over whole trainings: of PPO's numbers, or of the loss of the value.
+"""Evolution over whole trainings: of PPO's hyperparameters, or of the value loss.
 
     python benchmarks/evolve.py floats            # lr, gae_lambda, clip_eps, ent_coef
     python benchmarks/evolve.py loss              # a small network in place of the squared error
-    python benchmarks/evolve.py loss --resume     # goes on; more generations: --generations
-    python benchmarks/evolve.py loss --compare 32 # what was found beside the default, new seeds
+    python benchmarks/evolve.py loss --resume     # continues, up to --generations
+    python benchmarks/evolve.py loss --compare 32 # the result against the default, 32 new seeds
 
-A member of a generation is a whole training of dr at a small size, with a few seeds that all
-members share; all of them are one compiled program, vmapped, and dealt over the cores. Fitness is
-the solve rate of first episodes on random levels that no training saw. Strategy: evosax's SNES
-(Wierstra 2014). It writes WHAT.csv, WHAT.png and, every --save-interval generations, WHAT.msgpack
-to --out. --compare trains the default and what was found with seeds that evolution never had.
+A member of a generation is a whole training of dr.py at a small size, with a few seeds that all
+members share. One compiled program trains them all, vmapped and distributed over the cores. Fitness
+is the solve rate of first episodes on random levels that no training saw. The strategy is evosax's
+SNES (Wierstra 2014). WHAT.csv, WHAT.png and WHAT.msgpack are written to --out every --save-interval
+generations. --compare trains the default and the result with seeds that evolution never used.
 """
 
 import argparse
@@ -43,15 +43,15 @@ SMALL = dict(
     rnn="gru", hidden_size=32, height=7, width=7, n_walls=15, max_steps=64, num_envs=16,
     num_steps=64, num_minibatches=2, num_updates=40, lr=3e-3, gamma=0.98, gae_lambda=0.95,
     eval_interval=0)  # fmt: skip
-LEVELS = 256  # on which a training is judged
+LEVELS = 256  # random levels that measure fitness
 HIDDEN = 8  # units of the network in the value loss
-LOG = jnp.log, jnp.exp  # to the line on which evolution moves, and back
+LOG = jnp.log, jnp.exp  # to the real line that evolution searches, and back
 LOGIT = jax.scipy.special.logit, jax.nn.sigmoid
 LINES = {"lr": LOG, "gae_lambda": LOGIT, "clip_eps": LOG, "ent_coef": LOG}
-SEARCH = "population", "seeds", "seed"  # to resume, as they were
+SEARCH = "population", "seeds", "seed"  # must be the same on --resume
 STEP = {"floats": 0.5, "loss": 0.3}  # standard deviation in the first generation
 
-# The hack: a copy of dr.py whose value loss is a network, with parameters that ride in Config.
+# Old and new text: a copy of dr.py whose value loss is a network, with its parameters in Config.
 HACK = {
     "    vf_coef: float":
         "    value_net: jax.Array | None = None  # the value loss\n    vf_coef: float",
@@ -63,7 +63,7 @@ HACK = {
 
 
 def value_loss(net, error, change):
-    """Of V - target and V - the rollout's V; net [HIDDEN, 4] of zeros is the squared error."""
+    """Loss of V - target and V - the rollout's V; if net [HIDDEN, 4] is 0, the squared error."""
     hidden = jnp.tanh(error[..., None] * net[:, 0] + change[..., None] * net[:, 1] + net[:, 2])
     return (error + hidden @ net[:, 3]) ** 2
 
@@ -75,7 +75,7 @@ def hacked():
         text = text.replace(old, new)
     module = types.ModuleType("hacked")
     module.__dict__.update(value_loss=value_loss, __file__=dr.__file__)
-    sys.modules["hacked"] = module  # where dataclasses look names up
+    sys.modules["hacked"] = module  # dataclasses look up names there
     exec(compile(text, "hacked", "exec"), module.__dict__)
     return module
 
@@ -103,8 +103,8 @@ def score(script, size, changes, rng):
 
 
 def make_scores(script, size):
-    """scores(changes of P members, S keys) -> [P, S]: one program of P * S trainings, which are
-    dealt over the devices."""
+    """scores(changes of P members, S keys) -> [P, S]: one program of P * S trainings, distributed
+    over the devices."""
     dealt = PartitionSpec("devices")
     specs = dict(in_specs=(dealt, dealt), out_specs=dealt, check_vma=False)
     mesh = Mesh(jax.devices(), "devices")
@@ -120,7 +120,7 @@ def make_scores(script, size):
 
 
 def start(what):
-    """Where evolution starts, on its lines, and the way from there to changes of Config."""
+    """The point where evolution starts, and the function from a point to changes of Config."""
     if what == "loss":
         return {"value_net": jnp.zeros((HIDDEN, 4))}, lambda point: point
     default = dr.Config(**SMALL)
@@ -159,7 +159,7 @@ def save(path, data):
 
 
 def evolve(options, size):
-    """Generations, from the last save on -> the changes of Config where the search now stands."""
+    """Evolve from the last save on -> changes of Config at the mean of the search distribution."""
     point, to_changes = start(options.what)
     strategy = SNES(options.population, point)
     params = strategy.default_params.replace(std_init=STEP[options.what])
@@ -173,11 +173,11 @@ def evolve(options, size):
     if options.resume or options.compare:
         generation, before, state = serialization.from_bytes((0, chosen, state), kept.read_bytes())
         if options.resume and before != chosen:
-            sys.exit(f"{kept}: of a search with {before}, not {chosen}")
+            sys.exit(f"{kept}: saved by a search with {before}, not {chosen}")
         with open(table, newline="") as file:
             rows = list(csv.reader(file))[1:][:generation]
     elif kept.exists():
-        sys.exit(f"{kept}: exists; --resume goes on with it, or choose another --out")
+        sys.exit(f"{kept}: exists; --resume continues it, or choose another --out")
     scores = make_scores(hacked() if options.what == "loss" else dr, size)
     while len(rows) < options.generations and not options.compare:
         began = time.time()
@@ -185,7 +185,7 @@ def evolve(options, size):
         population, state = strategy.ask(rng_ask, state, params)
         seeds = jax.random.split(rng_seeds, options.seeds)
         fitness = scores(jax.vmap(to_changes)(population), seeds).mean(1)
-        state, _ = strategy.tell(rng_tell, population, -fitness, state, params)  # it minimises
+        state, _ = strategy.tell(rng_tell, population, -fitness, state, params)  # SNES minimises
         now = to_changes(strategy.get_mean(state))
         numbers = [fitness.mean(), fitness.max()]
         numbers += [now[name] for name in LINES] if options.what == "floats" else []
@@ -194,14 +194,14 @@ def evolve(options, size):
         if len(rows) % options.save_interval == 0 or len(rows) == options.generations:
             header = ["generation", "mean", "best", *(LINES if options.what == "floats" else ())]
             save(table, "\n".join(map(",".join, [header, *rows])).encode() + b"\n")
-            # last: rows may be too many
+            # last: after a crash the table may have too many rows, which --resume cuts off
             save(kept, serialization.to_bytes((len(rows), chosen, state)))
             plot(options, now, rows)
     return to_changes(strategy.get_mean(state))
 
 
 def compare(options, size, changes):
-    """Print solve rates of the default and of what was found, with seeds that are new to both."""
+    """Print solve rates of the default and of the evolved values, on seeds new to both."""
     first, to_changes = start(options.what)
     seeds = jax.random.split(jax.random.key(options.seed + 1_000_000), options.compare)
     members = jax.tree.map(lambda *x: jnp.stack(x), to_changes(first), changes)
@@ -225,8 +225,8 @@ def main():
     parser.add_argument("what", choices=STEP)
     parser.add_argument("--generations", type=int, default=25)
     parser.add_argument("--population", type=int, default=16, help="members of a generation")
-    parser.add_argument("--seeds", type=int, default=2, help="of all members, new each generation")
-    parser.add_argument("--seed", type=int, default=0, help="of the evolution")
+    parser.add_argument("--seeds", type=int, default=2, help="of each member, new each generation")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the evolution")
     parser.add_argument("--num-updates", type=int, default=SMALL["num_updates"])
     parser.add_argument("--save-interval", type=int, default=5, help="in generations")
     parser.add_argument("--out", type=Path, default=Path("runs/evolve"))

@@ -1,20 +1,20 @@
-"""What a GPU is asked to do in an update, counted on a machine that has none.
+"""Count what a GPU would launch in an update, on a machine without one.
 
     python benchmarks/kernels.py dr fast 4                  DR's --fast, 4 seeds: its loops, sums
     python benchmarks/kernels.py dr published 8 rnn=s5      with fields of Config
     python benchmarks/kernels.py --table                    the table: results/gpu/kernels.csv
 
-XLA compiles for an H100 that is only described (TARGET), so no GPU and no driver are needed, but
-Linux and `pip install "jax[cuda13]"` (5 GB, best in a virtual environment of its own, with
-requirements.txt). A program takes a minute or two. But for these seconds no number depends on the
-machine or on what else it does.
+XLA compiles for a mere description of an H100 (TARGET). This needs no GPU and no driver, only Linux
+and `pip install "jax[cuda13]"` (5 GB, best in a virtual environment of its own, together with
+requirements.txt). A program takes a minute or two. Except for these seconds, no number depends on
+the machine or on its load.
 
-Small networks are bound by launches: a node (a kernel or a copy; they follow one another) takes a
-microsecond or more, the launch of a CUDA graph 5 to 10, a trip of a loop whose end depends on data
-("until") a transfer to the host, 20. XLA puts what it can of a loop's body into graphs. Of a
-conditional (PLR learns or not, SFL chooses a new buffer or not) all branches are summed; they are
-printed apart. `nodes` counts loops "until" 0 times, `once` one trip, `sixty` 60 (a flood's trip is
-16 steps on a GPU, a draw's 8 levels: few trips, and nested ones count 60 x 60).
+Launches dominate the time of small networks: a node (a kernel or a copy, one after the other) takes
+a microsecond or more, the launch of a CUDA graph 5 to 10, and a trip of a loop whose end depends on
+data ("until") 20, for a transfer to the host. XLA puts as much of a loop's body into graphs as it
+can. Counts add up all branches of a conditional (PLR learns or not, SFL chooses a new buffer or
+not); the branches are also printed separately. `nodes` counts 0 trips of loops "until", `once` 1,
+`sixty` 60 (nested 60 x 60), too many where a trip is 16 steps of a flood fill or 8 drawn levels.
 """
 
 import argparse
@@ -69,28 +69,28 @@ FREE = ("kAsyncStart", "kAsyncDone", "kDynamicSliceFusion", "kSequential")  # th
 
 @dataclass
 class Loop:
-    """A loop, a branch or, at the root, the update: what one trip launches."""
+    """What one trip of a loop launches; a branch and the update (the root) count as loops, too."""
 
     name: str
-    trips: int | None = 1  # None: until something holds
-    where: str = ""  # in the source
+    trips: int | None = 1  # None: the end depends on data
+    where: str = ""  # place in the source
     kernels: int = 0
     copies: int = 0
     graphs: int = 0
     inner: list = field(default_factory=list)
 
     def total(self, count, until):
-        """Of all trips, those of a loop that ends on data so many."""
+        """Sum of a count over all trips; a loop whose end depends on data has `until` trips."""
         once = count(self) + sum(loop.total(count, until) for loop in self.inner)
         return once * (until if self.trips is None else self.trips)
 
     def until(self):
-        """How many loops end on data."""
+        """The number of loops whose end depends on data."""
         return (self.trips is None) + sum(loop.until() for loop in self.inner)
 
 
 def read_trips(hlo):
-    """{loop: (trips or None, its place in the source)} of a compiled program's text."""
+    """{loop: (trips or None, its place in the source)}, from a compiled program's text."""
     loops = {}
     for line in hlo.splitlines():
         if found := re.match(r"\s*(?:ROOT )?%(while[\w.\-]*) = ", line):
@@ -101,7 +101,7 @@ def read_trips(hlo):
 
 
 def read_names(metadata):
-    """{number of a thunk: what it runs}."""
+    """{number of a thunk: name of what it runs}, from XLA's metadata."""
     names = {}
     for block in metadata.split("thunk_metadata {")[1:]:
         number = re.search(r"thunk_id: (\d+)", block)
@@ -112,8 +112,8 @@ def read_names(metadata):
 
 
 def read_thunks(thunks, names, loops):
-    """The update as a Loop: XLA's list of what it launches, in which indents are bodies of loops,
-    branches and graphs. Conditions of loops are left out."""
+    """The update as a Loop, from XLA's list of what it launches (thunks), which indents the bodies
+    of loops, branches and graphs. The conditions of loops are not counted."""
     root = Loop("update")
     stack, in_condition = [(-1, root)], False
     for line in thunks.splitlines():
@@ -149,7 +149,7 @@ def show(loop, depth=0):
 
 
 def read_fields(config, items):
-    """NAME=VALUE, of the types that the fields have."""
+    """The config with NAME=VALUE for each item, converted to the field's type."""
     changes = {}
     for item in items:
         name, _, value = item.partition("=")
@@ -159,7 +159,7 @@ def read_fields(config, items):
 
 
 def compile_for_gpu(script, preset, seeds, items):
-    """An update's program, compiled; seconds to trace, to compile."""
+    """Compile an update -> its program, seconds to trace it, seconds to compile it."""
     import jax
     import numpy as np
     from jax.experimental import topologies
@@ -167,7 +167,7 @@ def compile_for_gpu(script, preset, seeds, items):
     module = importlib.import_module(script)
     config = module.FAST if preset == "fast" else module.Config()
     config = replace(read_fields(config, items), seeds=seeds, eval_interval=0)
-    jax.default_backend = lambda: "gpu"  # what the scripts ask
+    jax.default_backend = lambda: "gpu"  # the scripts ask for it
     describe = topologies.get_topology_desc
     described = describe("", "cuda", target_config=TARGET, topology="1x1x1")
     device = np.array(described.devices[:1])
@@ -181,7 +181,7 @@ def compile_for_gpu(script, preset, seeds, items):
 
 
 def count(words):
-    """Compile a program, print its loops and, last, its row of the table."""
+    """Compile a program, print its loops and, in the last line, its row of the table as JSON."""
     script, preset, seeds, *items = words
     dump = Path(tempfile.mkdtemp())
     flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
@@ -206,11 +206,11 @@ def main():
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("program", nargs="*", help="script, fast or published, seeds, FIELD=VALUE")
-    parser.add_argument("--table", action="store_true", help="all of the table")
+    parser.add_argument("--table", action="store_true", help="count and write the whole table")
     options = parser.parse_args()
     if not options.table:
         if len(options.program) < 3 or options.program[1] not in ("fast", "published"):
-            parser.error("a script, then fast or published, then a number of seeds")
+            parser.error("allowed is: a script, fast or published, a number of seeds")
         count(options.program)
         return
     RESULTS.mkdir(parents=True, exist_ok=True)

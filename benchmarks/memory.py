@@ -1,11 +1,11 @@
-"""Device memory of a training, per seed: its state, and what an update needs besides.
+"""Device memory of a training, per seed: its state, and what an update needs in addition.
 
     python benchmarks/memory.py
     python benchmarks/memory.py --scripts plr --options '{"rnn": "s5"}'
 
-Both are XLA's own account (`memory_analysis`) of the compiled update, for two and for four seeds on
-one device; a seed's share is half of the difference. On a CPU, where seeds take turns, it is
-compiled as a GPU would run it: all seeds at once. An evaluation is part of the update.
+XLA reports both (`memory_analysis`) for an update of two and of four seeds on one device; a seed's
+share is half of the difference. On a CPU, where seeds would take turns, the update is compiled as
+for a GPU, with all seeds at once. It includes an evaluation.
 """
 
 import argparse
@@ -24,14 +24,14 @@ lax_map = jax.lax.map
 
 
 def at_once(function, xs, batch_size=None):
-    """For jax.lax.map, by which rows, and PAIRED's students, take turns on a CPU. SFL's candidates,
-    which take turns everywhere, are more than four."""
+    """Replaces jax.lax.map, by which rows and PAIRED's students take turns on a CPU: up to four run
+    at once. SFL's candidates, which take turns on all devices, are more than four."""
     number = len(jax.tree.leaves(xs)[0])
     return lax_map(function, xs, batch_size=number if number <= 4 else batch_size)
 
 
 def bytes_of(script, seeds, options):
-    """State and temporary bytes of an update of so many seeds."""
+    """Bytes of the state and of temporary memory in an update of this many seeds."""
     module = importlib.import_module(script)
     config = module.Config(**options, seeds=seeds)
     init, update, *_ = module.make_programs(config, seeds, jax.devices()[:1], "seeds")
@@ -48,7 +48,7 @@ def main():
     options = parser.parse_args()
     jax.lax.map = at_once
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {options.options}\n")
-    print("| MiB a seed | state | besides, in an update |\n|---|---|---|")
+    print("| MiB a seed | state | more, in an update |\n|---|---|---|")
     for script in options.scripts:
         two, four = (bytes_of(script, seeds, options.options) for seeds in (2, 4))
         state, besides = ((b - a) / 2 / 2**20 for a, b in zip(two, four))

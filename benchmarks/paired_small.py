@@ -1,12 +1,12 @@
-"""PAIRED beside the minimax adversary at a size for two cores: what the teachers learn to design.
+"""Compare PAIRED with the minimax adversary at a small size: what the teachers learn to design.
 
-    python benchmarks/paired_small.py            # trains both, some minutes each; writes the CSV
-    python benchmarks/paired_small.py --plot     # only draws the picture from the CSV again
+    python benchmarks/paired_small.py            # trains both, in some minutes each
+    python benchmarks/paired_small.py --plot     # only draws the picture again, from the CSV
 
-Mazes of 9 x 9 cells, a budget of 30 walls, 500 cycles, one seed. figures/paired_small.csv holds a
-row for each 10 cycles, their mean; paired_small.png beside it shows the teacher's reward (the
-regret; for minimax, minus the mean return) and how long and how solvable the designs are. The
-shortest path is the mean over solvable designs, which for minimax are few from cycle 380 on.
+Mazes have 9 x 9 cells and at most 30 walls; training has 500 cycles and one seed. Each row of
+figures/paired_small.csv is a mean over 10 cycles. paired_small.png beside it shows the teacher's
+reward (the regret; for minimax, minus the mean return), the designs and the students' solve rates.
+The shortest path is a mean over solvable designs; minimax has only few from cycle 380 on.
 """
 
 import argparse

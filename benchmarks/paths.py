@@ -1,11 +1,11 @@
-"""Where agents walk: their first episodes on test mazes, those that evaluate.py plays, as lines.
+"""Draw the paths of agents in test mazes: the first of the episodes that evaluate.py plays.
 
     python benchmarks/paths.py runs/sfl --seeds 1 3 --mazes Rings,Serpentine
     python benchmarks/paths.py runs/plr --mazes Sampled-1109      # a level of `--suite sampled`
-    python benchmarks/paths.py paths.json      # only draws the picture from it again
+    python benchmarks/paths.py paths.json      # only draws its picture again
 
-A row of the picture is an agent on a maze; its episodes stand side by side, each from the red dot
-to the green star, dark at first and light at the end. paths.json beside it has them as text.
+A row of the picture shows the episodes of one agent in one maze. A path starts at the red dot, and
+its dots turn from dark to light; the green star is the goal. paths.json beside it has the data.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import evaluate
 
 
 def walk(run, agent, name, episodes):
-    """-> of each episode the level as text, the cells [n, 2] of its n steps, if it was solved."""
+    """Yield of each episode the level as text, its n steps' cells [n, 2], whether it was solved."""
     source, _, number = name.partition("-")
     _, max_steps, see = amaze.TEST_MAZES[source]
     levels = evaluate.draw([source], int(number) + 1 if number else episodes, seed=0)[source]
@@ -58,7 +58,7 @@ def walk(run, agent, name, episodes):
 
 
 def plot(walks, path):
-    """The picture of {agent and maze: its walks}."""
+    """Draw {agent and maze: its episodes}, a row for each."""
     columns = max(map(len, walks.values()))
     figure = Figure(figsize=(1.9 * columns, 2.1 * len(walks)), layout="constrained")
     for row, (title, episodes) in zip(
@@ -67,7 +67,7 @@ def plot(walks, path):
         for axis, walk in zip(row, episodes):
             level = amaze.level_from_text(walk["level"])
             cells, shift = np.array(walk["cells"]), np.random.default_rng(0)
-            cells = cells + shift.uniform(-0.3, 0.3, cells.shape)  # seen where it was twice
+            cells = cells + shift.uniform(-0.3, 0.3, cells.shape)  # shows repeated visits
             axis.imshow(level.wall_map, cmap="Greys", vmax=1.6)
             axis.plot(*cells.T, lw=0.5, color="tab:blue")
             axis.scatter(*cells.T, s=4, c=np.arange(len(cells)))
@@ -82,11 +82,11 @@ def plot(walks, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", help="folder of a run, or a .json")
-    parser.add_argument("--script", default="", help="a copy that made the run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="the n-th of the run")
-    parser.add_argument("--mazes", default="Rings,Serpentine", help="names with commas between")
+    parser.add_argument("--script", default="", help="the script that made the run, if a copy")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="indices, from 0 on")
+    parser.add_argument("--mazes", default="Rings,Serpentine", help="comma-separated names")
     parser.add_argument("--episodes", type=int, default=5)
-    parser.add_argument("--out", type=Path, default="paths.png", help="a .png")
+    parser.add_argument("--out", type=Path, default="paths.png", help="path of the .png")
     options = parser.parse_args()
     if options.run.endswith(".json"):
         return plot(json.loads(Path(options.run).read_text()), options.out)

@@ -1,10 +1,10 @@
-"""The pictures of RESULTS.md that are drawn from tables which lie here; nothing is trained.
+"""Draw the pictures of RESULTS.md that only need tables in this folder; nothing is trained.
 
     python benchmarks/pictures.py                     all of them
-    python benchmarks/pictures.py differences mazes   these
+    python benchmarks/pictures.py differences mazes   only these
 
-`PICTURES` says of each what draws it and from which files. The functions above it compute the
-figures that RESULTS.md states; tests/test_benchmarks.py holds the page against them.
+`PICTURES` lists the function that draws each picture, and the files that it needs. The functions
+above it compute the numbers in RESULTS.md; tests/test_benchmarks.py checks the page against them.
 """
 
 import argparse
@@ -26,7 +26,7 @@ RESULTS, SEARCH = HERE / "results", HERE / "search"
 METHODS = "accel", "sfl", "plr", "dr", "paired"
 SUITES = {"dcd": "dcd's twelve mazes", "families": "families' twelve mazes"}
 LENGTHS = {"plr_1650": 1650, "plr_3300": 3300, "plr": 7500}  # cycles
-PLR_CHANGES = {  # columns of hacks.csv: of two values the larger is the change
+PLR_CHANGES = {  # columns of hacks.csv with two values: the larger one is the change
     "two_epochs": "two passes, not three", "ncc": "learned replay (NCC)",
     "solvable_only": "solvable levels only", "best_quarter": "best quarter of rollouts",
     "vf_coef": "heavier value loss", "lr": "larger learning rate",
@@ -43,17 +43,17 @@ SFL_CHANGES = {  # columns of short.csv
 
 
 def of_seeds(name, suite="dcd"):
-    """Mean solve rate of each seed of a method on a suite [S]."""
+    """Mean solve rate on a suite for each seed of a method [S]."""
     return scores(RESULTS / name, suite)[0].mean(1)
 
 
 def interval(values):
-    """Mean of values of seeds [S, ...] -> value, low, high: evaluate.py's bootstrap over seeds."""
+    """Mean of values [S, ...] -> value, low, high; the interval is evaluate.py's, over seeds."""
     return evaluate.bootstrap(values, lambda x: np.array([x.mean()]), 0)[0]
 
 
 def difference(one, other, suite="dcd"):
-    """Mean of one method less that of another -> value, low, high: seeds of both drawn anew."""
+    """Mean of one method minus that of another -> value, low, high: a bootstrap over seeds."""
     x, y = of_seeds(one, suite), of_seeds(other, suite)
     rng = np.random.default_rng(0)
     means = [rng.choice(z, (20_000, len(z))).mean(1) for z in (x, y)]
@@ -61,7 +61,7 @@ def difference(one, other, suite="dcd"):
 
 
 def relabelled(one, other, suite="dcd", draws=100_000):
-    """Share of random relabellings of the seeds that differ at least as much: two-sided p."""
+    """Permutation test over seeds: the two-sided p of the difference between two methods."""
     x, y = of_seeds(one, suite), of_seeds(other, suite)
     rng, both = np.random.default_rng(0), np.concatenate([x, y])
     seeds = rng.permuted(np.tile(both, (draws, 1)), axis=1)
@@ -70,14 +70,14 @@ def relabelled(one, other, suite="dcd", draws=100_000):
 
 
 def last_parameters(name, suite):
-    """Solve rates of seeds 0 to 7 with the last parameters, not their mean [S]."""
+    """Solve rates [S] of seeds 0 to 7 with the last parameters, not the averaged ones."""
     table = read(SEARCH / "last_parameters.csv")
     rates = [x["solve_rate"] for x in table if (x["run"], x["suite"]) == (name, suite)]
     return np.array(rates, float).reshape(8, -1).mean(1)
 
 
 def averaging(name, suite):
-    """What the mean of late parameters gains on the last ones, by seed [S]."""
+    """Solve rates [S] with averaged parameters minus those with the last ones, for each seed."""
     return of_seeds(name, suite)[:8] - last_parameters(name, suite)
 
 
@@ -105,13 +105,13 @@ def sfl_effects():
 
 
 def families(path, key, value):
-    """families_last of the rows of a search where the column begins so, or is that number."""
+    """families_last in the rows of a search whose `key` starts with a text or equals a number."""
     same = lambda x: x.startswith(value) if isinstance(value, str) else float(x) == value
     return np.array([float(row["families_last"]) for row in read(path) if same(row[key])])
 
 
 def worst(name, share="worst 10%"):
-    """Of sampled levels, from tables.txt -> [[value, low, high]], a row for each eight seeds."""
+    """On the worst sampled levels, by tables.txt -> [[value, low, high]], a row per eight seeds."""
     lines = (RESULTS / name / "tables.txt").read_text().splitlines()
     found = []
     for i, line in enumerate(lines):
@@ -122,13 +122,13 @@ def worst(name, share="worst 10%"):
 
 
 def minutes(name):
-    """Of one core for a training: the method's last row in records.csv."""
+    """Minutes of one core for a training, from the method's last row in records.csv."""
     rows = [row for row in read(RESULTS / "records.csv") if row["method"] == name]
     return float(rows[-1]["minutes"])
 
 
 def new(height, rows=1, columns=1, **options):
-    """Letters that a phone shows: 6 inches are all of its width."""
+    """A figure and its axes, 6 inches wide, with letters that are readable on a phone."""
     figure = Figure(figsize=(6, height), layout="constrained", dpi=130)
     axes = figure.subplots(rows, columns, squeeze=False, **options).ravel()
     for axis in axes:
@@ -138,7 +138,7 @@ def new(height, rows=1, columns=1, **options):
 
 
 def forest(axis, labels, series, seeds=None):
-    """A line for each label; series: {name: [[value, low, high]]}, one beside the other."""
+    """Draw intervals, with a row for each label; series: {name: [[value, low, high]]}."""
     for i, (name, values) in enumerate(series.items()):
         at = np.arange(len(labels)) + 0.3 * (i - (len(series) - 1) / 2)
         value, low, high = np.array(values).T
@@ -239,7 +239,7 @@ def draw_effects():
 
 
 def cartpole():
-    """{run: {level: solve rates of seeds}}, random levels together."""
+    """{run: {level: solve rates of seeds}}, with random levels averaged into one."""
     rates = {}
     for row in read(HERE / "figures" / "cartpole.csv"):
         level = "random physics" if row["level"].startswith("Random") else row["level"]
@@ -275,7 +275,7 @@ def draw_other():
 
 
 TABLES = "results/*/dcd.csv", "results/*/families.csv"
-PICTURES = {  # name: what draws it, from which files
+PICTURES = {  # name: the function that draws it, the files that it reads
     "differences": (draw_differences, TABLES),
     "length": (draw_length, (*TABLES, "results/plr*/tables.txt", "results/records.csv")),
     "mazes": (draw_mazes, (*TABLES, "results/baselines.csv")),
@@ -287,7 +287,7 @@ PICTURES = {  # name: what draws it, from which files
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(PICTURES)}; default: all")
+    parser.add_argument("names", nargs="*", help=f"some of {', '.join(PICTURES)}; default: all")
     parser.add_argument("--out", type=Path, default=HERE / "figures")
     options = parser.parse_args()
     if unknown := {*options.names} - {*PICTURES}:

@@ -1,19 +1,19 @@
-"""What the methods reach: each with several seeds, then mazes that none of them trained on.
+"""Train the methods with several seeds each, and evaluate them on mazes that none trained on.
 
     python benchmarks/results.py --fast          on a CPU: minutes of one core for each training
     python benchmarks/results.py                 the published lengths, about 30,000 PPO updates
-    python benchmarks/results.py --minutes 60    a piece; again and again, until nothing is left
-    python benchmarks/results.py --evaluate      no more training: what is made of the trained ones
+    python benchmarks/results.py --minutes 60    stops after an hour; repeat until nothing is left
+    python benchmarks/results.py --evaluate      no training, only evaluates what is trained
 
-Methods are trained one after the other, in order of interest; each goes on from its checkpoint.
+Methods are trained one after the other, in order of interest; each continues from its checkpoint.
 When all are trained, or with --evaluate, --results gets a folder for each finished method:
 `dcd.csv` and `families.csv` (every seed on every maze), `tables.txt`, `logs.csv` (raw), `curve.csv`
-(solve rate of every seed on dcd's mazes against minutes and cost); and, of all methods with a
-folder there, `mazes.md`, `learning.png`, in `records.csv` a row for each method, and `play.html`,
-in which the first training of the last evaluated run of each plays.
+(solve rate of every seed on dcd's mazes against minutes and cost). It also gets `mazes.md` and
+`learning.png` (all methods with a folder there), a row for each finished method in `records.csv`,
+and `play.html`, where the first training of each method's last evaluated run plays.
 
-A cost is in minutes of one core and in published PPO updates: of `dr.py` with its defaults, timed
-just before each method on as many cores. `--changed` says in records.csv what is new.
+Costs are in minutes of one core and in published PPO updates. One such update is that of `dr.py`
+with its defaults, timed just before each method on as many cores. `--changed` goes to records.csv.
 """
 
 import argparse
@@ -40,9 +40,9 @@ S5 = "--rnn s5 --lr 1e-4 --ent-coef 1e-3"
 S5_PARALLEL = "--parallel --rnn s5 --lr 1e-4 --gae-lambda 0.98 --ent-coef 1e-3"
 RATES = "--eval-interval 150 --log-interval 50 --archive-interval 250"
 FAST = {name: f"{name}.py --fast {RATES}" for name in ("accel", "plr", "sfl", "dr", "paired")}
-QUICK = f"plr.py --fast --no-anneal-lr {RATES} --num-updates"  # to 0.80 and to 0.90 of dcd's mazes
+QUICK = f"plr.py --fast --no-anneal-lr {RATES} --num-updates"  # aims at 0.80 and 0.90 of dcd's
 FAST |= {f"plr_{n}": f"{QUICK} {n}" for n in (1650, 3300)}
-METHODS = {  # name: script and options; of S5 the published ones
+METHODS = {  # name: script and options; for S5 the published ones
     "accel": "accel.py",
     "plr": "plr.py",
     "dr": "dr.py",
@@ -57,11 +57,11 @@ METHODS = {  # name: script and options; of S5 the published ones
     "accel_parallel_s5": "accel.py --parallel --rnn s5 --lr 3e-5 --ent-coef 0 --temperature 0.1",
     "paired": "paired.py",
 }  # fmt: skip
-SEEDS = {"accel": 16, "plr": 16}  # the two best, to see whether they differ; others 8
+SEEDS = {"accel": 16, "plr": 16}  # the two best, to tell them apart; others have 8
 SUITES = "dcd", "families"
 TITLES = {"accel": "ACCEL", "plr": "robust PLR", "sfl": "SFL", "dr": "DR", "paired": "PAIRED"}
-MEANS = {"accel": 0.83, "plr": 0.82, "dr": 0.55, "paired": 0.63}  # minimax's, 30,000 updates
-PUBLISHED = {  # solve rates of dcd's own result files, 5 seeds: ACCEL, robust PLR, DR
+MEANS = {"accel": 0.83, "plr": 0.82, "dr": 0.55, "paired": 0.63}  # minimax's paper, 30,000 updates
+PUBLISHED = {  # solve rates in dcd's own result files, 5 seeds: ACCEL, robust PLR, DR
     "SixteenRooms": (1.00, 0.95, 0.87), "SixteenRooms2": (0.93, 0.49, 0.53),
     "Labyrinth": (0.74, 0.55, 0.45), "Labyrinth2": (0.85, 0.66, 0.54),
     "StandardMaze": (0.78, 0.54, 0.43), "StandardMaze2": (1.00, 0.74, 0.49),
@@ -77,7 +77,7 @@ def read(path):
 
 
 def done(folder):
-    """Cycles of a run in its checkpoint, and whether they are all."""
+    """The number of cycles in a run's checkpoint, and whether the run is finished."""
     if not (folder / "checkpoint.msgpack").exists():
         return 0, False
     cycles = read_checkpoint(folder / "checkpoint.msgpack")["cycles"]
@@ -85,15 +85,15 @@ def done(folder):
 
 
 def call(script, *words, **options):
-    """Run a script -> its process, started."""
+    """Start a script -> its process."""
     words = [sys.executable, HERE.parent / script, *words]
     return subprocess.Popen([str(word) for word in words], **options)
 
 
 def train(name, options, deadline):
-    """Train a method until it is done or the time is over -> whether it is done."""
+    """Train a method until it is finished or time is up -> whether it is finished."""
     folder, unit = options.out / name, options.out / f"{name}_unit"
-    if not done(unit)[1]:  # a published PPO update, as many at once as there will be trainings
+    if not done(unit)[1]:  # time published PPO updates, on as many devices as the method
         shutil.rmtree(unit, ignore_errors=True)
         given = "--num-updates 24 --log-interval 4 --eval-interval 0 --plot-interval 0"
         devices = f"--seeds {options.devices} --devices {options.devices}"
@@ -123,8 +123,8 @@ def write(path, table):
 
 
 def seconds_of_an_update(run):
-    """Of one seed on one core: the median, so that a pause does not count; updates with an
-    evaluation or SFL's scoring have medians of their own."""
+    """For one seed on one core. Medians over log rows, so that pauses do not count; rows with an
+    evaluation or SFL's scoring have their own medians, and the result is the mean of all."""
     config = json.loads((run / "config.json").read_text())
     table = [row for row in read(run / "logs.csv") if row["seed"] == str(config["seed"])]
     update, seconds = (np.array([float(row[x]) for row in table]) for x in ("update", "seconds"))
@@ -136,7 +136,7 @@ def seconds_of_an_update(run):
 
 
 def curve(run, unit):
-    """Rows: solve rate of each seed on the suite that a run evaluates, against the cost so far."""
+    """Yield rows: each seed's solve rate on the run's eval_suite, and the cost up to there."""
     rates, cost = {}, seconds_of_an_update(run)
     for row in read(run / "logs.csv"):
         if row["eval_solve_rate"]:
@@ -148,15 +148,15 @@ def curve(run, unit):
 
 
 def scores(folder, suite="dcd"):
-    """Solve rates [S, M] of a method's folder, and the mazes' names."""
+    """Solve rates [S, M] from a method's folder, and the names of the mazes."""
     table = read(folder / f"{suite}.csv")
     seeds, mazes = (list(dict.fromkeys(row[k] for row in table)) for k in ("seed", "maze"))
     return np.array([float(x["solve_rate"]) for x in table]).reshape(len(seeds), -1), mazes
 
 
 def compare(folders):
-    """Markdown: a line for each maze, mean solve rates over seeds beside those of what does not
-    learn, of baselines.py, and the published ones."""
+    """Yield the lines of a Markdown table: for each maze the methods' mean solve rates over seeds,
+    then those of the baselines that do not learn (baselines.py), and the published ones."""
     unlearned = {row["maze"]: row for row in read(HERE / "results" / "baselines.csv")}
     players = [name for name in unlearned["mean"] if name not in ("suite", "maze")]
     yield f"| maze | {' | '.join([*folders, *players])} | published: accel | plr | dr |"
@@ -175,7 +175,7 @@ def compare(folders):
 
 
 def plot(folders, path):
-    """A panel for each method: every seed thin, their mean, the published mean; and all means."""
+    """Draw a panel for each method (seeds, their mean, a published mean) and one of all means."""
     figure = Figure(figsize=(8, 5.4), layout="constrained")
     panels = figure.subplots(2, 3, sharex=True, sharey=True).ravel()
     for i, ((name, folder), axes) in enumerate(zip(folders.items(), panels)):
@@ -218,7 +218,7 @@ def plot(folders, path):
 
 
 def record(name, options, said):
-    """The row of records.csv: a method's figures at this commit, once."""
+    """Write a method's row at this commit to records.csv; an older one is replaced."""
     into, path = options.results / name, options.results / "records.csv"
     words = dict(cwd=HERE, text=True, stdout=subprocess.PIPE)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **words).stdout.strip()
@@ -238,7 +238,7 @@ def record(name, options, said):
 
 
 def keep_agents(page, before):
-    """play.html with the agents, too, of methods that only an earlier one has."""
+    """The new play.html, with agents of the earlier one for methods that the new one lacks."""
     held = lambda text: json.loads(text.split('id="data">')[1].split("</script>")[0])
     if not before:
         return page
@@ -252,7 +252,7 @@ def keep_agents(page, before):
 
 
 def keep_first_agent(run, into):
-    """A run's folder with what evaluate.py needs of the first training: what it evaluates."""
+    """Write a run folder with only the parameters of the first training, for evaluate.py."""
     config, data = read_config(run), read_checkpoint(run / "checkpoint.msgpack")
     student = data["state"]["student"]
     params = student["average_params"] or student["params"]
@@ -267,7 +267,7 @@ def keep_first_agent(run, into):
 
 
 def evaluate(options):
-    """Write what --evaluate promises."""
+    """Evaluate the finished methods, and write the files named at the top."""
     finished = [name for name in options.methods if done(options.out / name)[1]]
     if not finished:
         sys.exit(f"{options.out}: no run is finished")
@@ -309,22 +309,22 @@ def evaluate(options):
 def main():
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--fast", action="store_true", help="the scripts' --fast, on a CPU")
+    parser.add_argument("--fast", action="store_true", help="train with --fast, on a CPU")
     parser.add_argument("--methods", nargs="+", default=[], help="default: all")
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long")
-    parser.add_argument("--seeds", type=int, default=0, help="default: 8, of the two best 16")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after this time")
+    parser.add_argument("--seeds", type=int, default=0, help="default: 8; the two best have 16")
     parser.add_argument(
         "--devices",
         type=int,
         default=1,
-        help="that seeds are dealt over: cores, but 1 is all threads of a CPU",
+        help="devices (cores) for the seeds; 1 uses all threads of a CPU",
     )
     parser.add_argument("--options", default="", help="further options of the scripts, quoted")
     parser.add_argument("--out", type=Path, help="default: runs/fast or runs/published")
-    parser.add_argument("--evaluate", action="store_true", help="instead of training")
+    parser.add_argument("--evaluate", action="store_true", help="evaluate, do not train")
     parser.add_argument("--results", type=Path, help="default: results in --out")
-    parser.add_argument("--episodes", type=int, default=100, help="of each maze")
-    parser.add_argument("--levels", type=int, default=2000, help="random ones, 20 episodes of each")
+    parser.add_argument("--episodes", type=int, default=100, help="per maze")
+    parser.add_argument("--levels", type=int, default=2000, help="random levels, 20 episodes each")
     parser.add_argument("--changed", default="", help="what is new, for records.csv")
     options = parser.parse_args()
     methods = FAST if options.fast else METHODS

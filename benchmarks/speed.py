@@ -1,19 +1,19 @@
-"""How fast it is: stepping, training, compiling, evaluating; alone or beside other libraries.
+"""Measure the speed of stepping, training, compiling and evaluating, with or without peers.
 
-    python benchmarks/speed.py                                  # on two CPU cores half an hour
+    python benchmarks/speed.py                                  # half an hour on two CPU cores
     python benchmarks/speed.py --only train --scripts dr plr --peers
     python benchmarks/speed.py --only env --sizes 2048 --rounds 9
     python benchmarks/speed.py --only compile --against FOLDER  # in turn with another checkout
-    python benchmarks/speed.py --only                           # only draws speed.md and speed.png
+    python benchmarks/speed.py --only                           # only writes speed.md and speed.png
 
 figures/speed.json holds every measurement, speed.md the tables, speed.png a picture. A run replaces
-the entries of what it measures again and keeps the others, also what was timed "by-hand". The
-method: HOW.md; the targets: RESULTS.md.
+the entries that it measures again and keeps all others, also those timed "by-hand". Peers are other
+libraries. HOW.md explains the method, RESULTS.md has the targets.
 
-Processes take turns: each compiles its programs, runs each once, then runs one when asked. A turn
-lasts 0.2 s or one run, whichever is longer, and gives its median; a round is a turn of everything.
-To compile and to evaluate are whole processes of the command line instead. Ratios are within a
-round; what is shown is the median over rounds.
+Processes take turns: each compiles its programs, runs each once, then runs a program when asked. A
+turn lasts 0.2 s or one run, whichever is longer, and yields the median; in a round every program
+has one turn. The sections compile and evaluate time whole processes of the command line instead.
+Ratios are taken within a round; their median over rounds is shown.
 """
 
 import argparse
@@ -35,12 +35,12 @@ from statistics import median
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS, SECTIONS = ("dr", "plr", "accel"), ("env", "train", "paired", "compile", "evaluate", "rnn")
-BY_HAND = "by-hand"  # a section that no run here replaces
-ONE = "ours, one device"  # with --devices 1; also the bare network
-JAX = f"jax=={importlib.metadata.version('jax')}"  # one JAX for all
-PEERS = {  # name: what pip installs, call by call
+BY_HAND = "by-hand"  # a section that no run of this script replaces
+ONE = "ours, one device"  # with --devices 1; it also times the bare network
+JAX = f"jax=={importlib.metadata.version('jax')}"  # the same JAX for all
+PEERS = {  # name: arguments of pip install, for each call
     "jaxued": [[JAX, "jaxued==0.0.1", "six"]],
-    "minimax": [  # its metadata asks for an older NumPy, on which a current JAX does not run
+    "minimax": [  # its metadata requires a NumPy that is too old for a current JAX
         [
             JAX,
             "flax",
@@ -65,7 +65,7 @@ BARE = "bare network: forward + 5 gradients"
 
 
 def env_programs(library, driver, sizes):
-    """Random actions, drawn beforehand, on N levels; the carry holds every observation."""
+    """Programs that play random actions, drawn beforehand, on N levels; they keep observations."""
     import jax
     import jax.numpy as jnp
 
@@ -93,7 +93,7 @@ def env_programs(library, driver, sizes):
 
 
 def train_programs(library, driver, script, core, seeds):
-    """An update of each kind, here for each number of seeds; with one device the bare network."""
+    """Programs for each kind of update (ours: each number of seeds) and for the bare network."""
     if library == ONE:
         yield from driver.bare(script, core)
         if script == "dr" and max(seeds) > 1:
@@ -113,9 +113,9 @@ def train_programs(library, driver, script, core, seeds):
 
 
 def work(library, section, settings):
-    """Compile, run each program once, say so; then run what standard input asks for."""
+    """Compile and run each program once, report it, then time the programs that stdin names."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints goes elsewhere
+    os.dup2(2, 1)  # what a library prints goes to stderr
     sys.path.insert(0, str(HERE.parent))
     import jax
 
@@ -147,12 +147,12 @@ def uncached():
 
 
 class Worker:
-    """Such a process, from outside."""
+    """A process that runs `work`, as seen from this one."""
 
     def __init__(self, library, python, section, settings):
         self.library, self.errors = library, tempfile.TemporaryFile("w+")
         command = [python, __file__, "--worker", library, section, json.dumps(settings)]
-        environment = uncached() if section == "rnn" else os.environ  # which times compilation
+        environment = uncached() if section == "rnn" else os.environ  # rnn times compilation
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment  # they share a GPU
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)
         self.process = subprocess.Popen(command, text=True, env=environment, **pipes)
@@ -170,7 +170,7 @@ class Worker:
 
 
 def install(name, folder):
-    """The Python of a peer's virtual environment, which is made if it is not there."""
+    """The Python of a peer's virtual environment, which is created if it is missing."""
     venv, wanted = Path(folder).expanduser() / name, json.dumps(PEERS[name])
     python, done = venv / "bin" / "python", venv / "installed.json"
     if not done.exists() or done.read_text() != wanted:
@@ -221,7 +221,7 @@ def measure(section, settings, rounds, peers, folder):
 
 
 def command(*words):
-    """A script, run from start to end: what it printed, its seconds, its peak memory in GiB."""
+    """Run a script to its end -> what it printed, seconds, peak memory in GiB."""
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:
         streams = dict(stdout=output, stderr=subprocess.STDOUT)
@@ -236,9 +236,9 @@ def command(*words):
 
 
 def compilation(folder, run, script, core, seeds):
-    """Seconds that a script takes, as it says, to compile updates with evaluation; memory.
+    """Seconds to compile updates with evaluation, as a script prints them; peak memory.
 
-    From commit 71c16be on they are without tracing, which every run does once before."""
+    Since commit 71c16be they exclude tracing, which every run does once before compilation."""
     options = f"--rnn {core} --seeds {seeds} --num-updates 2 --log-interval 2"
     if script == "paired":
         options += f" --teacher-rnn {core}" + " --teacher-filters 32" * (core == "s5")
@@ -247,20 +247,20 @@ def compilation(folder, run, script, core, seeds):
 
 
 def evaluation(folder, run, episodes):
-    """Seconds that evaluate.py takes on the suite dcd, of a student that has learned nothing."""
+    """Seconds of evaluate.py on the suite dcd, for a student trained for one cycle; peak memory."""
     command(folder / "dr.py", *"--num-updates 1 --eval-interval 0 --out".split(), run)
     words = f"--suite dcd --episodes {episodes}".split()
     return command(folder / "evaluate.py", run, *words)[1:]
 
 
-COMMANDS = {  # section: a measurement, and its name in the table
+COMMANDS = {  # section: the function that measures it, its name in the table
     "compile": (compilation, "{script} --rnn {core}, {seeds} seed(s)"),
     "evaluate": (evaluation, "dcd, 12 mazes x {episodes}"),
 }
 
 
 def measure_commands(section, settings, rounds, against):
-    """The rows of whole processes: of this checkout and, in turn, of another."""
+    """The rows of whole processes: of this checkout and, taking turns, of another one."""
     once, name = COMMANDS[section]
     folders = {"ours": HERE.parent} | ({f"ours, {against.name}": against} if against else {})
     rows = [{"library": x, "name": name.format(**settings), "seconds": []} for x in folders]
@@ -274,7 +274,7 @@ def measure_commands(section, settings, rounds, against):
 
 
 def groups(options):
-    """What is measured together: (section, title, settings, peers)."""
+    """Yield what is measured together: (section, title, settings, peers)."""
     cases = [(script, core) for script in options.scripts for core in options.cores]
     paired = [("paired", core) for core in options.cores]
     numbers = lambda core: options.seeds[: None if core == options.cores[0] else 1]
@@ -296,11 +296,11 @@ def groups(options):
             yield section, "", episodes if section == "evaluate" else {"sizes": [32, 1024]}, []
 
 
-# --- what is shown
+# --- tables and picture
 
 
 def derive(rows):
-    """Of training: bare network = forward + 5 gradients; half of each = mean of two cycles."""
+    """Combine rows: bare network = forward + 5 gradients; half of each = mean of both cycles."""
     find = {(row["name"], row["library"]): row for row in rows}
     combined = []
     for (name, library), row in find.items():
@@ -323,12 +323,12 @@ def derive(rows):
 
 
 def ratio(row, other, work):
-    """Of their seconds within a round, for `work` times the other's; the median over rounds."""
+    """Median over rounds of row's time per work / other's, where row does `work` times as much."""
     return median(x / y / work for x, y in zip(row["seconds"], other["seconds"]))
 
 
 def summarise(section, rows):
-    """Adds to each row what is `shown` of it: column -> text."""
+    """Add `shown` to each row: {column: text} of the tables."""
     rows = derive(rows) if section in ("train", "paired") else rows
     find = {(row["name"], row["library"]): row for row in rows}
     for row in rows:
@@ -361,7 +361,7 @@ def summarise(section, rows):
 
 
 def tables(data):
-    """speed.md: a table for each section, of all its entries."""
+    """The text of speed.md: a table for each section, with all its entries."""
     text = ["# Speed\n\nMade by `python benchmarks/speed.py`. What is what: ../HOW.md."]
     for section in (*SECTIONS, BY_HAND):
         entries = [entry for key, entry in data.items() if key.split()[0] == section]
@@ -380,13 +380,13 @@ def tables(data):
 
 
 def picture(data, path):
-    """speed.png: this project beside the two others with the same mazes, in few figures."""
+    """Draw speed.png: this project beside JaxUED and minimax, which have the same mazes."""
     from matplotlib.figure import Figure
 
     names = {"ours": "this project", "jaxued": "JaxUED", "minimax": "minimax",
              "minimax, no level metrics": "minimax, level\nmetrics off"}  # fmt: skip
     stepping = lambda row: row["env_steps"] / median(row["seconds"]) / 1e6
-    update = lambda row: row.get("speedup", 1.0)  # in turn with ours: so many times its time
+    update = lambda row: row.get("speedup", 1.0)  # its time / ours, measured in turn
     faster = "million steps a second in 2,048 mazes\n(longer bar: faster)"
     slower = "time of an update, this project = 1\n(longer bar: slower)"
     panels = [  # section, row, title, axis, value, label
@@ -428,12 +428,12 @@ def main():
         metavar="SECTION",
         help=", ".join(SECTIONS),
     )
-    parser.add_argument("--peers", action="store_true", help="beside other libraries")
+    parser.add_argument("--peers", action="store_true", help="also measure other libraries")
     parser.add_argument(
         "--against",
         type=Path,
         metavar="FOLDER",
-        help="compile and evaluate: another checkout, timed in turn",
+        help="another checkout, for compile and evaluate, in turn",
     )
     parser.add_argument("--peer-folder", default="~/.cache/ued-speed-peers", help="for their venvs")
     parser.add_argument(
@@ -441,19 +441,19 @@ def main():
         nargs="+",
         metavar="PEER",
         default=["minimax", "minimax, no level metrics"],
-        help="which of these two",
+        help="peers in train and paired",
     )
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=SCRIPTS)
-    parser.add_argument("--cores", nargs="+", default=["lstm", "s5"], help="lstm gru s5")
+    parser.add_argument("--cores", nargs="+", default=["lstm", "s5"], help="some of lstm gru s5")
     parser.add_argument(
         "--seeds",
         nargs="+",
         type=int,
         default=[1, 8],
-        help="all with the first core, with others only the first",
+        help="the first core is timed with all, others only with the first",
     )
-    parser.add_argument("--sizes", nargs="+", type=int, default=[32, 256, 2048], help="N of env")
-    parser.add_argument("--episodes", type=int, default=50, help="of each maze of evaluate")
+    parser.add_argument("--sizes", nargs="+", type=int, default=[32, 256, 2048], help="N in env")
+    parser.add_argument("--episodes", type=int, default=50, help="per maze in evaluate")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--out", type=Path, default=HERE / "figures", help="folder of speed.json, .md and .png"
@@ -468,7 +468,7 @@ def main():
     store = options.out / "speed.json"
     data = json.loads(store.read_text()) if store.exists() else {}
     words = sys.argv[1:]
-    for place in {"--peer-folder", "--out"} & set(words):  # of this machine
+    for place in {"--peer-folder", "--out"} & set(words):  # they belong to this machine
         del words[words.index(place) : words.index(place) + 2]
     if "--against" in words:
         words[words.index("--against") + 1] = options.against.name

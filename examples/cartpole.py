@@ -1,8 +1,8 @@
-"""CartPole of unknown physics in place of amaze.py: the dynamics are gymnax's, a level its numbers.
+"""CartPole with unknown physics, in place of amaze.py. The dynamics are gymnax's.
 
-A level is a gravity, the masses of cart and pole, the pole's half length, the force of a push, and
-where the episode begins. The agent sees cart and pole, but not the physics. Each step gives 1 /
-max_steps. Solved is what CartPole-v1 calls so, 475 of 500 steps: a return of at least 0.95.
+A level sets the gravity, the masses of cart and pole, the pole's half length, the force of a push,
+and the start of the episode. The agent sees cart and pole, but not the physics. Each step gives
+1 / max_steps. As in CartPole-v1, 475 of 500 steps count as solved: a return of at least 0.95.
 
     pip install "gymnax>=1.0"
     cp examples/cartpole.py .
@@ -12,30 +12,30 @@ max_steps. Solved is what CartPole-v1 calls so, 475 of 500 steps: a return of at
     python evaluate.py runs/cartpole --gif Mast
     python evaluate.py runs/cartpole --suite sampled     # the worst 10%
 
-PAIRED, whose teacher sets one number a step:
+PAIRED, with a teacher that sets one number of the physics per step:
 
     patch -o cartpole_paired.py paired.py examples/cartpole_paired.diff
     python cartpole_paired.py --rnn gru --hidden-size 32 --lr 2e-3 --anneal-lr \\
         --num-minibatches 2 --teacher-rnn gru --teacher-hidden-size 32 --teacher-lr 5e-4 \\
         --teacher-ent-coef 0.1 --num-updates 600 --out runs/cartpole_paired
 
-After these five minutes (one seed, 100 episodes a corner) the protagonist solves 0.73 of the
-corners, and the designs are near random: an entropy of 2.18, of at most 2.20. With
---teacher-ent-coef 0.02 --teacher-lr 2e-3 the teacher settles on one heavy cart (entropy 0.09), all
-else is forgotten: 0.17 are solved, and after 200 cycles it was 0.77.
+After this training of five minutes (one seed, 100 episodes per corner) the protagonist solves 0.73
+of the corners, and the teacher is almost random: its entropy is 2.18, of at most 2.20. With
+--teacher-ent-coef 0.02 --teacher-lr 2e-3 the teacher converges to one heavy cart (entropy 0.09),
+and the protagonist forgets the rest: it solves 0.77 after 200 cycles, and 0.17 at the end.
 
-With --fast also --no-solvable-only, as all levels can be solved, and with accel.py --num-edits 3.
-The score max_mc is made for a reward at the end, and takes levels that are solved here for half
-solved: positive_value_loss is another to try. gymnax starts JAX when it is imported: on a CPU, the
-environment variable JAX_NUM_CPU_DEVICES=4 makes four cores devices. Config's n_walls stays, and is
-not used.
+With --fast add --no-solvable-only (all levels can be solved); with accel.py add --num-edits 3. The
+score max_mc assumes that the only reward comes at the end, and so rates a level that is solved here
+as half solved; positive_value_loss is an alternative. gymnax starts JAX when it is imported: on a
+CPU, set the environment variable JAX_NUM_CPU_DEVICES=4 to use four cores as devices. Config still
+has n_walls, but nothing uses it.
 
-`from_jaxued` makes what is asked of a module in place of amaze.py from an environment written for
-JaxUED (DramaCow/jaxued, 2403.13091), as CartPole below is. JaxUED's own maze, say:
+`from_jaxued` makes reset, step and step_and_reset of an environment written for JaxUED
+(DramaCow/jaxued, 2403.13091), as CartPole is below. For JaxUED's own maze:
 
     reset, step, step_and_reset = from_jaxued(jaxued.environments.Maze(), ndim=2)
 
-It needs params with `max_steps_in_episode`, and of jaxued 0.0.1 a JAX that still has jax.tree_map.
+The params must have `max_steps_in_episode`; jaxued 0.0.1 needs a JAX that still has jax.tree_map.
 """
 
 from functools import partial
@@ -49,13 +49,13 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 NUM_ACTIONS = 2
-NAMES = "gravity", "masscart", "masspole", "length", "force_mag"  # gymnax's, of its EnvParams
+NAMES = "gravity", "masscart", "masspole", "length", "force_mag"  # as in gymnax's EnvParams
 NOMINAL = np.array([9.8, 1.0, 0.1, 0.5, 10.0], np.float32)  # CartPole-v1
-FACTOR = np.array([2.0, 4.0, 8.0, 4.0, 2.0], np.float32)  # at most so many times more or less
+FACTOR = np.array([2.0, 4.0, 8.0, 4.0, 2.0], np.float32)  # divided or multiplied by at most this
 
 
 class Level(NamedTuple):
-    physics: jax.Array  # [5] what NAMES says
+    physics: jax.Array  # [5], in the order of NAMES
     start: jax.Array  # [4] position and speed of the cart, angle and angular speed of the pole
 
 
@@ -63,23 +63,23 @@ class Level(NamedTuple):
 
 
 class EnvState(NamedTuple):
-    inner: NamedTuple  # the environment's own
+    inner: NamedTuple  # the environment's own state
     t: jax.Array  # [] int32
     max_steps: jax.Array  # [] int32
-    seed: jax.Array  # [] uint32, of the level
+    seed: jax.Array  # [] uint32, computed from the level
 
 
 def level_code(level):
-    """The level as bits [words] uint32; its leaves are of 32 bits, or smaller integers."""
+    """The bits of a level [words] uint32; its leaves have 32 bits or are smaller integers."""
     word = lambda x: x if x.dtype.itemsize == 4 else x.astype(jnp.int32)
     leaves = [word(jnp.asarray(x)) for x in jax.tree.leaves(level)]
     return jnp.concatenate([jax.lax.bitcast_convert_type(x, jnp.uint32).ravel() for x in leaves])
 
 
 def from_jaxued(env, ndim):
-    """reset, step, step_and_reset of amaze.py's interface, from an UnderspecifiedEnv's methods.
-    ndim: axes of a level's first array. An episode's luck follows from its level and is the same
-    each time."""
+    """Make reset, step, step_and_reset as in amaze.py from the methods of an UnderspecifiedEnv.
+    ndim: axes of a level's first array. The level determines all randomness of its episodes, so
+    this is the same each time."""
     limited = lambda max_steps: env.default_params.replace(max_steps_in_episode=max_steps)
 
     def reset(level, max_steps):
@@ -103,7 +103,7 @@ def from_jaxued(env, ndim):
 
 
 class CartPole:
-    """gymnax's, of a level's physics."""
+    """gymnax's CartPole-v1 with the physics of a level, as a JaxUED environment."""
 
     env, default_params = gymnax.make("CartPole-v1")
 
@@ -132,20 +132,20 @@ level_stats = lambda level, max_steps: dict(zip(NAMES, level.physics))
 
 
 def place(rng, physics):
-    """A level of given physics [5], with CartPole-v1's random start."""
+    """A level with the physics [5] and CartPole-v1's random start."""
     start = CartPole.env.reset_env(rng, CartPole.default_params)[0]
     return Level(jnp.asarray(physics, jnp.float32), start)
 
 
 def sample_level(rng, spread=1.0):
-    """Each number is CartPole-v1's times FACTOR^u, u uniform from -spread to spread."""
+    """A level: each number is CartPole-v1's times FACTOR^u, u uniform in [-spread, spread]."""
     rng_physics, rng_start = jax.random.split(rng)
     u = jax.random.uniform(rng_physics, NOMINAL.shape, minval=-1)
     return place(rng_start, NOMINAL * FACTOR ** (spread * u))
 
 
 def edit_level(rng, level, n_edits):
-    """n_edits times: one number, times FACTOR^u, u normal of scale 0.3, within the bounds."""
+    """n_edits times multiply a random number by FACTOR^u, u ~ N(0, 0.3^2); clip to the bounds."""
     rng_which, rng_change = jax.random.split(rng)
     which = jax.random.randint(rng_which, (n_edits,), 0, len(NOMINAL))
     change = 0.3 * jax.random.normal(rng_change, (n_edits,))
@@ -154,25 +154,25 @@ def edit_level(rng, level, n_edits):
     return level._replace(physics=physics)
 
 
-# --- the teacher's MDP (PAIRED): one number after the other, in the order of NAMES
+# --- the teacher's MDP (PAIRED): it chooses the numbers in the order of NAMES, one per step
 
-POWERS = 9  # actions: powers of FACTOR that a number can have
+POWERS = 9  # actions per step: powers of FACTOR to choose from
 
 
 class TeacherState(NamedTuple):
-    level: Level  # CartPole-v1's numbers where nothing is chosen yet; the start is drawn
+    level: Level  # numbers not chosen yet are CartPole-v1's; the start is random
     spread: jax.Array  # [] float32
     t: jax.Array  # [] int32, numbers chosen
 
 
 class TeacherObservation(NamedTuple):
-    powers: jax.Array  # [5] float32, of FACTOR, as chosen so far
+    powers: jax.Array  # [5] float32, powers of FACTOR chosen so far, 0 at first
     time: jax.Array  # [] int32
     noise: jax.Array  # [50] float32, uniform, redrawn at each step
 
 
 def teacher_size(spread=1.0):
-    """Steps of a design, and actions at each."""
+    """The number of steps of a design, and of actions at each."""
     return len(NAMES), POWERS
 
 
@@ -182,7 +182,7 @@ def teacher_observe(rng, state):
 
 
 def teacher_reset(rng, spread=1.0):
-    """CartPole-v1 to change: (TeacherObservation, TeacherState)."""
+    """Start a design at CartPole-v1: (TeacherObservation, TeacherState)."""
     rng_start, rng_noise = jax.random.split(rng)
     level = place(rng_start, NOMINAL)
     state = TeacherState(level, jnp.asarray(spread, jnp.float32), jnp.zeros((), int))
@@ -190,8 +190,8 @@ def teacher_reset(rng, spread=1.0):
 
 
 def teacher_step(rng, state, action):
-    """The number that is due is CartPole-v1's times FACTOR^u, u from -spread (action 0) to spread
-    in equal steps: (TeacherObservation, TeacherState, done)."""
+    """Set the next number to CartPole-v1's times FACTOR^u; the actions are equally spaced u, from
+    -spread (action 0) to spread: (TeacherObservation, TeacherState, done)."""
     level, spread, t = state
     chosen = NOMINAL * FACTOR ** (spread * (2 * action / (POWERS - 1) - 1))
     physics = jnp.where(np.arange(len(NAMES)) == t, chosen, level.physics)
@@ -203,13 +203,13 @@ def teacher_step(rng, state, action):
 
 
 def render(level_or_state, width=240):
-    """Cart and pole to scale, on the track, and the numbers, [h, w, 3] uint8. The heavier, the
-    higher is the cart and the thicker the pole; the bar below the cart is the force."""
+    """Draw cart and pole on the track, to scale, and the numbers: [h, w, 3] uint8. A heavier cart
+    is taller, a heavier pole thicker; the length of the bar below the cart shows the force."""
     is_state = isinstance(level_or_state, EnvState)
     state, level = level_or_state.inner if is_state else (None, level_or_state)
     at, _, angle, _ = map(float, CartPole.env.get_obs(state) if is_state else level.start)
     gravity, cart, pole, length, force = map(float, level.physics)
-    scale, ground = width / 5, 0.86 * width  # pixels of a metre; the track is 4.8 metres
+    scale, ground = width / 5, 0.86 * width  # pixels per metre; the track is 4.8 metres
     x, high, thick = width / 2 + scale * at, 12 * cart**0.5, round(3 + 8 * pole**0.5)
     end = x + 2 * length * scale * np.sin(angle), ground - high - 2 * length * scale * np.cos(angle)
     picture = Image.new("RGB", (width, width), "white")

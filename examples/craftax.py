@@ -1,9 +1,9 @@
-"""Craftax-Classic (2402.16801) in place of amaze.py, symbolic: a level is a world.
+"""Craftax-Classic (2402.16801), symbolic, in place of amaze.py: a level is a world.
 
-A level is the map of a world, and the seed of all luck in it: where animals and zombies come, say.
-An achievement gives 1, a point of health 0.1: a return is the number of achievements, to 0.9. An
-episode counts as solved with a return of at least 6, of 22. It must end within num_steps, 256, for
-its level to be scored: so max_steps is 250, where Craftax has 10,000.
+A level is a world's map and the seed of all randomness in it, such as where zombies appear. An
+achievement gives 1 and a point of health 0.1, so a return is the number of achievements to within
+0.9. An episode is solved if its return is at least 6, of 22. Only episodes that end within
+num_steps (256) count in a level's score, so max_steps is 250, and not 10,000 as in Craftax.
 
     pip install "craftax>=1.6"
     cp examples/craftax.py craftax_levels.py    # craftax is the package's name
@@ -12,9 +12,9 @@ its level to be scored: so max_steps is 250, where Craftax has 10,000.
         --num-minibatches 4 --num-updates 1000 --buffer-size 500 --out runs/craftax
     python evaluate.py runs/craftax --gif World1
 
-The worlds of the test suite are those of the seeds 1 to 4. Craftax starts JAX when it is imported:
-on a CPU, the environment variable JAX_NUM_CPU_DEVICES=4 makes four cores devices. The first picture
-takes a minute, of Craftax's textures. Config's n_walls stays, and is not used.
+The test suite has the worlds of seeds 1 to 4. Craftax starts JAX when it is imported: on a CPU,
+set the environment variable JAX_NUM_CPU_DEVICES=4 to use four cores as devices. The first picture
+takes a minute, to load Craftax's textures. Config still has n_walls, but nothing uses it.
 """
 
 from functools import cache, partial
@@ -30,8 +30,8 @@ from craftax.craftax_classic.renderer import make_craftax_pixel_renderer
 
 ENV = CraftaxClassicSymbolicEnvNoAutoReset()
 NUM_ACTIONS = ENV.num_actions
-NEAR = 8  # cells around the player's, in the middle of the map, that are edited and counted
-KINDS = "GRASS WATER STONE TREE COAL IRON DIAMOND LAVA RIPE_PLANT".split()  # that are moved
+NEAR = 8  # edits and counts concern cells this near to the player, in the middle of the map
+KINDS = "GRASS WATER STONE TREE COAL IRON DIAMOND LAVA RIPE_PLANT".split()  # edits move these
 COUNTED = {"water": "WATER", "trees": "TREE", "stone": "STONE", "coal": "COAL", "iron": "IRON",
            "diamonds": "DIAMOND", "lava": "LAVA"}  # fmt: skip
 
@@ -42,7 +42,7 @@ class Level(NamedTuple):
 
 
 class EnvState(NamedTuple):
-    world: NamedTuple  # Craftax's own state, without its key, which it only draws with
+    world: NamedTuple  # Craftax's own state, without its key, which is only used for pictures
     seed: jax.Array  # [] uint32
     max_steps: jax.Array  # [] int32
 
@@ -52,14 +52,14 @@ class EnvState(NamedTuple):
 
 @cache
 def opening(seed):
-    """Craftax's own world of a seed, without its key."""
+    """The world that Craftax draws from a seed, without its key."""
     with jax.ensure_compile_time_eval():
         world = jax.jit(ENV.reset_env)(jax.random.key(seed), ENV.default_params)[1]
         return jax.tree.map(np.asarray, world.replace(state_rng=None))
 
 
 def reset_one(level, max_steps):
-    world = opening(0).replace(map=level.map.astype(jnp.int32))  # all but the map is the same
+    world = opening(0).replace(map=level.map.astype(jnp.int32))  # worlds differ in the map only
     state = EnvState(world, level.seed, jnp.asarray(max_steps))
     return ENV.get_obs(world), jax.tree.map(jnp.asarray, state)
 
@@ -72,14 +72,14 @@ def step_one(state, action):
 
 
 reset, step, step_and_reset = amaze.over_queues(reset_one, step_one, ndim=2)
-solved = lambda total: total >= 6 - 0.01  # sums of 0.1 differ from theirs by rounding
+solved = lambda total: total >= 6 - 0.01  # sums of 0.1 are rounded
 
 
 # --- levels
 
 
 def sample_level(rng):
-    """A world as Craftax draws them."""
+    """A random world, as Craftax draws it."""
     rng_map, rng_seed = jax.random.split(rng)
     world = ENV.reset_env(rng_map, ENV.default_params)[1]
     return Level(world.map.astype(jnp.uint8), jax.random.bits(rng_seed, (), jnp.uint32))
@@ -92,8 +92,8 @@ def around(cells):
 
 
 def edit_level(rng, level, n_edits):
-    """n_edits times the swap of JaxUED's craftax_plr: a cell near the player, and a cell of a kind
-    that is drawn first, change places. The player's own cell stays as it is."""
+    """Swap two cells n_edits times, as in JaxUED's craftax_plr: a random cell near the player and a
+    random cell of a kind that is drawn first. The player's own cell stays as it is."""
     size = len(level.map)
     own = np.arange(size**2) == size // 2 * (size + 1)
     near = np.zeros((size, size), bool)
@@ -114,13 +114,13 @@ def edit_level(rng, level, n_edits):
 
 
 def level_stats(level, max_steps):
-    """Numbers of cells near the player."""
+    """How many cells near the player are of each kind."""
     return {name: jnp.sum(around(level.map) == BlockType[kind].value, dtype=jnp.int32)
             for name, kind in COUNTED.items()}  # fmt: skip
 
 
 def level_code(level):
-    """Four random sums of the level [4] uint32: equal for equal levels, and hardly for others."""
+    """Four random sums of the level [4] uint32: equal for equal levels, hardly ever for others."""
     size = level.map.size + 1
     factors = np.random.default_rng(0).integers(2**32, size=(4, size), dtype=np.uint32) | 1
     cells = jnp.append(level.map.ravel().astype(jnp.uint32), level.seed)
@@ -134,7 +134,7 @@ draw = cache(lambda tile: jax.jit(make_craftax_pixel_renderer(tile)))
 
 
 def render(level_or_state, tile=16):
-    """Craftax's picture of a state; of a level its textures, of what is near the player."""
+    """Craftax's picture of a state, or the textures of the cells near the player in a level."""
     if not isinstance(level_or_state, EnvState):
         textures = np.asarray(load_all_textures()[tile]["block_textures"])[..., :3]
         cells = around(np.asarray(level_or_state.map))
@@ -145,7 +145,7 @@ def render(level_or_state, tile=16):
         view = render(reset_one(level_or_state, 1)[1], tile)[:height]  # with the player
         picture[y : y + height, x : x + width] = view
         return picture
-    world = level_or_state.world.replace(state_rng=jax.random.key(0))  # the noise of the night
+    world = level_or_state.world.replace(state_rng=jax.random.key(0))  # for the noise at night
     return np.asarray(draw(tile)(world)).astype(np.uint8)
 
 

@@ -1,8 +1,8 @@
 """NAVIX's DoorKey (2407.19396) in place of amaze.py: a level is a layout.
 
 A wall with a locked door divides the room; other walls stand in both halves. The agent must fetch
-the key and open the door to reach the goal, which gives 1, soon or late. It sees 7 x 7 cells,
-through walls too, and whether it carries the key. Some layouts cannot be solved.
+the key and open the door to reach the goal, which gives 1, however late. It sees 7 x 7 cells, also
+behind walls, and whether it carries the key. Some layouts cannot be solved.
 
     pip install "navix>=4"    # needs Python 3.12
     cp examples/navix.py navix_levels.py    # navix is the package's name
@@ -11,10 +11,10 @@ through walls too, and whether it carries the key. Some layouts cannot be solved
         --num-updates 600 --buffer-size 500 --out runs/navix
     python evaluate.py runs/navix --gif Walls8
 
-One seed of that solves 0.91 of TEST_MAZES (100 episodes each): 0.95 of DoorKey8, 0.68 of DoorKey16,
-which are larger than what it learns from. dr.py with --num-updates 400 --ent-coef 0.01 solves 0.79.
-Height and width are without the outer wall: 6 and 6 are NAVIX's DoorKey-8x8. NAVIX starts JAX when
-it is imported: on a CPU, the environment variable JAX_NUM_CPU_DEVICES=4 makes four cores devices.
+One seed of this solves 0.91 of TEST_MAZES (100 episodes each): 0.95 of DoorKey8, 0.68 of DoorKey16,
+both larger than its training levels. dr.py with --num-updates 400 --ent-coef 0.01 solves 0.79.
+Height and width exclude the outer wall: 6 and 6 are NAVIX's DoorKey-8x8. NAVIX starts JAX when it
+is imported: on a CPU, set the environment variable JAX_NUM_CPU_DEVICES=4 to use four cores.
 """
 
 from functools import partial
@@ -29,24 +29,24 @@ from navix.environments import DoorKey
 
 ENV = navix.make("Navix-DoorKey-8x8-v0", observation_fn=navix.observations.none)
 NUM_ACTIONS = len(ENV.action_set)
-NAMES = "player", "key", "door", "goal"  # NAVIX's, of its entities
+NAMES = "player", "key", "door", "goal"  # as NAVIX names its entities
 DOOR = 2
-SIDE = -1, -1, 0, 1  # left of the door's column, in it, right of it
+SIDE = -1, -1, 0, 1  # where each of NAMES may be: left of the door's column, in it, right of it
 
 
 class Level(NamedTuple):
     wall_map: jax.Array  # [H, W] bool, without the outer wall; the door's cell is free
-    places: jax.Array  # [4, 2] int32 (row, column) of what NAMES says
+    places: jax.Array  # [4, 2] int32 (row, column), in the order of NAMES
     direction: jax.Array  # [] int32, of the player
 
 
 class EnvState(NamedTuple):
-    timestep: NamedTuple  # NAVIX's own
+    timestep: NamedTuple  # NAVIX's own, with its state
     max_steps: jax.Array  # [] int32
 
 
 def observe(state):
-    """[7, 7, 3] uint8, ahead of the player; in its own cell what it carries, as in MiniGrid."""
+    """The view [7, 7, 3] uint8; the player's own cell shows what it carries, as in MiniGrid."""
     image, ids = navix.observations.symbolic_first_person(state), navix.entities.EntityIds
     carries = state.get_player().pocket != navix.components.EMPTY_POCKET_ID
     return image.at[-1, 3, 0].set(jnp.where(carries, ids.KEY, ids.FLOOR))
@@ -54,19 +54,19 @@ def observe(state):
 
 def reset_one(level, max_steps):
     height, width = level.wall_map.shape
-    timestep = DoorKey.create(height + 2, width + 2)._reset(jax.random.key(0))  # any layout
+    timestep = DoorKey.create(height + 2, width + 2)._reset(jax.random.key(0))  # any layout will do
     things = {name: timestep.state.entities[name].replace(position=level.places[None, i] + 1)
               for i, name in enumerate(NAMES)}  # fmt: skip
     things["player"] = things["player"].replace(direction=level.direction[None])
     grid = -jnp.pad(level.wall_map, 1, constant_values=True).astype(jnp.int32)
-    # without luck, which DoorKey has none of, and without a picture of each cell: 12 KB
+    # no key, as no step of DoorKey is random, and no cache of cell pictures, which takes 12 KB
     state = navix.states.State(key=None, grid=grid, cache=None, entities=things)
     timestep = timestep.replace(state=state, observation=jnp.zeros(0), info={"return": 0.0})
     return jax.tree.map(jnp.asarray, (observe(state), EnvState(timestep, max_steps)))
 
 
 def step_one(state, action):
-    # ENV.step also draws a layout, at each step of a batch: 34,000 steps a second, not 220,000
+    # ENV.step would draw a new layout at each step of a batch: 34,000 steps/s, not 220,000
     timestep = ENV.replace(max_steps=state.max_steps)._step(state.timestep, action)
     state, obs = state._replace(timestep=timestep), observe(timestep.state)
     return obs, state, timestep.reward, timestep.is_done()
@@ -77,13 +77,13 @@ solved = lambda total: total > 0.5
 
 
 def is_taken(level):
-    """Cells where something stands, and the door's column [H, W] bool."""
+    """Mask [H, W] of the cells where something stands, and of the door's column."""
     stands = jnp.zeros(level.wall_map.shape, bool).at[tuple(level.places.T)].set(True)
     return stands.at[:, level.places[DOOR, 1]].set(True)
 
 
 def sample_level(rng, n_walls=8, height=6, width=6):
-    """A layout as DoorKey-Random draws it; walls in n_walls random cells, unless they are taken."""
+    """A layout of DoorKey-Random with walls on n_walls random cells, except on cells in use."""
     rng_layout, rng_walls = jax.random.split(rng)
     state = DoorKey.create(height + 2, width + 2, random_start=True)._reset(rng_layout).state
     places = jnp.stack([state.entities[name].position[0] - 1 for name in NAMES])
@@ -95,13 +95,13 @@ def sample_level(rng, n_walls=8, height=6, width=6):
 
 
 def edit_level(rng, level, n_edits):
-    """n_edits times a random cell: a wall comes or goes there, or what NAMES says moves there, if
-    it may stand there."""
+    """Edit n_edits random cells: add or remove a wall there, or move one of NAMES there, if it may
+    stand there."""
 
     def edit(level, rng):
         rng_cell, rng_kind = jax.random.split(rng)
         cell = jax.random.randint(rng_cell, (2,), 0, np.array(level.wall_map.shape))
-        kind = jax.random.randint(rng_kind, (), 0, 10)  # of NAMES; from 4 on a wall
+        kind = jax.random.randint(rng_kind, (), 0, 10)  # an index of NAMES; 4 to 9: a wall
         walls, column = level.wall_map, level.places[DOOR, 1]
         taken, is_wall = is_taken(level)[tuple(cell)], walls[tuple(cell)]
         fits = jnp.sign(cell[1] - column) == jnp.array(SIDE)[kind]
@@ -116,7 +116,7 @@ def edit_level(rng, level, n_edits):
 
 
 def level_stats(level, max_steps):
-    """Solvable: the player reaches the key and, through the door, the goal."""
+    """A level is solvable if the player can reach the key and, through the door, the goal."""
     x_y = level.places[:, ::-1]
     reach = lambda i: amaze.solve(amaze.Level(level.wall_map, x_y[0], level.direction, x_y[i]))
     can = reach(1).solvable & reach(3).solvable

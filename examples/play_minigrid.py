@@ -1,7 +1,7 @@
-"""A trained agent in gymnasium's MiniGrid: python examples/play_minigrid.py runs/plr-1 --show
+"""A trained agent plays gymnasium's MiniGrid: python examples/play_minigrid.py runs/plr-1 --show
 
-It sees there what it saw in training: MiniGrid's image of 5 x 5 cells, through walls. The agent in
-benchmarks/results/agent solves 0.85 of 100 FourRooms; of MultiRoom none, as it never saw a door.
+The agent sees what it saw in training: MiniGrid's image of 5 x 5 cells, also behind walls. The one
+in benchmarks/results/agent solves 0.85 of 100 FourRooms, but no MultiRoom: it never saw a door.
 """
 
 import argparse
@@ -21,7 +21,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("run", help="a run's folder")
 parser.add_argument("--env", default="MiniGrid-FourRooms-v0", help="a task with a goal to reach")
 parser.add_argument("--episodes", type=int, default=100)
-parser.add_argument("--show", action="store_true", help="in a window")
+parser.add_argument("--show", action="store_true", help="show the episodes in a window")
 args = parser.parse_args()
 
 run, rng, solved = evaluate.load(args.run), np.random.default_rng(0), []
@@ -32,7 +32,7 @@ for seed in range(args.episodes):
     memory, seen, ended, is_first = run.train.initial_carry(1), env.reset(seed=seed)[0], False, True
     while not ended:
         obs = Observation(seen["image"][None], np.array([seen["direction"]]))  # a batch of one
-        noise = rng.gumbel(size=(1, run.env.NUM_ACTIONS))  # on the logits, so that argmax samples
+        noise = rng.gumbel(size=(1, run.env.NUM_ACTIONS))  # argmax of logits + noise samples
         memory, action = act(params, memory, obs, np.array([is_first]), noise)[:2]
         seen, reward, terminated, truncated, _ = env.step(int(action[0]))
         ended, is_first = terminated or truncated, False

@@ -1,6 +1,6 @@
-"""XLA compiles for the tests as fast as it can, unless XLA_FLAGS is set: most of what they compile
-runs for less time than that takes. What runs longer asks for level 3. All processes share one
-compilation cache, a new one unless one is set."""
+"""XLA compiles as fast as it can for the tests, unless XLA_FLAGS is set: most programs here run for
+less time than compilation takes. A program that runs longer asks for level 3. All processes share
+one compilation cache, a new one unless one is set."""
 
 import gc
 import os

@@ -1,7 +1,7 @@
-"""Scripts as processes that start at once: forks of one that has imported all that they import.
+"""Start scripts quickly as processes: forks of one process that has imported what they import.
 
-Half of what a short run of a script costs is the import of JAX and the rest. No JAX backend has
-started where the fork happens, so each fork still chooses its devices by its own XLA_FLAGS."""
+Half of the time of a short run of a script goes to importing JAX and the rest. At the fork no JAX
+backend has started, so each fork still chooses its devices by its own XLA_FLAGS."""
 
 import json
 import os
@@ -53,7 +53,7 @@ for line in sys.stdin:
 
 
 class Server:
-    """`start` gives what is used here of a subprocess.Popen."""
+    """`start` returns a Fork, which has the used parts of subprocess.Popen's interface."""
 
     def __init__(self, folder, env):
         self.folder, self.number, self.lock = folder, 0, threading.Lock()

@@ -1,5 +1,5 @@
-"""Another environment, for test_environment.py: a walker on a line must come near to the level's
-goal, against its slope. Rewards are dense and negative; an optimal return is not known."""
+"""Another environment, for test_environment.py: a walker on a line must come near the level's goal,
+against the level's slope. Rewards are dense and negative; the optimal return is not known."""
 
 from functools import partial
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What make_train is made of, for tests: its parts by name, and scripts in which one is another."""
+"""Access to parts of make_train for tests: by name, and in copies of scripts that change some."""
 
 import sys
 from itertools import count
@@ -10,14 +10,14 @@ number = count()
 
 
 def part(train, *names):
-    """What make_train has under a name, mostly a function; of several names a list."""
+    """The object (mostly a function) that make_train has under a name; a list for several names."""
     found = [train.parts[name] for name in names]
     return found if len(names) > 1 else found[0]
 
 
 def hacked(module, changes, **names):
-    """A copy of a script, as a user hacks it: each text of `changes`, which is there once above the
-    command line, is another; and `names` are global too."""
+    """A copy of a script with changes such as a user makes: each key of `changes`, which must occur
+    once above the command line, is replaced by its value; `names` become global names, too."""
     upper, mark, lower = Path(module.__file__).read_text().partition(MARK)
     assert mark
     for old, new in changes.items():

@@ -1,4 +1,4 @@
-"""The command line in processes: fixtures and helpers of test_run.py and test_devices.py."""
+"""Run the command line in processes: fixtures and helpers, mostly of test_run and test_devices."""
 
 import csv
 import os
@@ -34,8 +34,8 @@ def tmp(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def launch(tmp):
-    """Start `python dr.py ...`, or another script, as a fork where that is the same. devices: as
-    if the user had set XLA_FLAGS so; before: Python, run in the process before the script."""
+    """Start `python dr.py ...` or another script, as a fork if that makes no difference. devices:
+    as if the user set XLA_FLAGS; before: Python code that the process runs before the script."""
     for name in ("wandb", "trackio"):  # found before the real ones, and not to be imported
         (tmp / "unasked").mkdir(exist_ok=True)
         (tmp / "unasked" / f"{name}.py").write_text(f"raise SystemExit('{name} is imported')")
@@ -64,7 +64,7 @@ def launch(tmp):
 
 
 def finish(process):
-    """Wait for its end -> exit status, stdout, stderr; one that hangs is killed."""
+    """Wait for a process -> exit status, stdout, stderr; a process that hangs is killed."""
     try:
         out, err = process.communicate(timeout=600)
     except subprocess.TimeoutExpired:
@@ -75,7 +75,7 @@ def finish(process):
 
 @pytest.fixture(scope="module")
 def call(launch):
-    """Run it to its end -> exit status, stdout, stderr."""
+    """Run a script to its end -> exit status, stdout, stderr."""
 
     def call(*args, **options):
         return finish(launch(*args, **options))
@@ -85,7 +85,7 @@ def call(launch):
 
 @pytest.fixture(scope="module")
 def train(call):
-    """Run it, and it must succeed -> stdout."""
+    """Run a script, which must succeed -> stdout."""
 
     def train(*args, **options):
         status, out, err = call(*args, **options)
@@ -97,7 +97,7 @@ def train(call):
 
 @pytest.fixture(scope="module")
 def pool():
-    """Two runs at a time: most of one is the start of a process."""
+    """Two runs at a time, since a run mostly consists of starting its process."""
     with ThreadPoolExecutor(2) as pool:
         yield pool
 
@@ -107,20 +107,20 @@ def load(folder):
 
 
 def table(folder):
-    """logs.csv without the column that differs from run to run."""
+    """The rows of logs.csv, without the column that differs from run to run."""
     with open(folder / "logs.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     return [{name: row[name] for name in row if name != "seconds"} for row in rows]
 
 
 def leaves(checkpoint):
-    """[rows, ...] arrays of a checkpoint's state, by path."""
+    """The arrays [rows, ...] of a checkpoint's state, by path."""
     flat = jax.tree_util.tree_flatten_with_path(checkpoint["state"])[0]
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in flat}
 
 
 def assert_same_state(folder, other):
-    """Bit for bit: keys, parameters, optimiser, buffer."""
+    """Two runs have the same state, bit for bit: keys, parameters, optimiser, buffer."""
     one, two = load(folder), load(other)
     assert one["cycles"] == two["cycles"]
     assert one["rows"] == two["rows"]
@@ -131,14 +131,14 @@ def assert_same_state(folder, other):
 
 
 def assert_equal(folder, other):
-    """The same run, bit for bit: state and log rows."""
+    """Two runs are equal bit for bit: state and log rows."""
     assert_same_state(folder, other)
     assert table(folder) == table(other)
 
 
 def assert_close(folder, rows, other, other_rows):
-    """Rows of a run equal rows of another, to rounding; columns swept in only one may differ, and
-    correlations of ranks, which jump where rounding turns a tie."""
+    """Rows of a run equal rows of another up to rounding, except for columns that only one run
+    sweeps and for rank correlations, which jump where rounding changes a tie."""
     one, two = leaves(load(folder)), leaves(load(other))
     assert one.keys() == two.keys()
     assert len(one) > 20
@@ -158,14 +158,14 @@ def assert_close(folder, rows, other, other_rows):
 
 
 def last_update(folder):
-    """The update of the last whole row of logs.csv; 0 if there is none."""
+    """The update of the last complete row of logs.csv; 0 if there is none."""
     path = folder / "logs.csv"
     lines = path.read_text().split("\n")[1:-1] if path.exists() else []
     return int(lines[-1].split(",")[0]) if lines else 0
 
 
 def interrupt(process, folder, update, number):
-    """Send a signal once the run has logged that update -> exit status, stdout, stderr."""
+    """Send a signal once the run has logged this update -> exit status, stdout, stderr."""
     deadline = time.time() + 600
     while last_update(folder) < update and process.poll() is None and time.time() < deadline:
         time.sleep(0.01)
@@ -179,14 +179,14 @@ def contents(folder):
 
 
 def rewind(folder, other, update):
-    """A copy of a run as it was when it wrote an archived checkpoint, its logs ahead of it."""
+    """A copy of a run, back at an archived checkpoint, though its logs have gone on."""
     shutil.copytree(folder, other)
     shutil.copy(other / f"checkpoint_{update}.msgpack", other / "checkpoint.msgpack")
     return other
 
 
 def copy(tmp, name, changes, script="dr.py"):
-    """A copy of a script, in which each text of `changes` is replaced."""
+    """A copy of a script in which each key of `changes` is replaced by its value."""
     text = (ROOT / script).read_text()
     for old, new in changes.items():
         assert old in text.split("\n# --- command line\n")[0], old

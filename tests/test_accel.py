@@ -45,7 +45,7 @@ def pairs(level):
 
 
 def one_edit_apart(child, parent):
-    """Whether the child is its parent, or that with one wall flipped, or with the goal moved."""
+    """Whether the child is its parent, perhaps with one wall flipped or with the goal moved."""
     flipped, moved = child.wall_map != parent.wall_map, (child.goal_pos != parent.goal_pos).any()
     free = [child.wall_map[y, x] == 0 for x, y in (child.agent_pos, child.goal_pos)]
     same_agent = equal(child[1:3], parent[1:3])
@@ -125,7 +125,7 @@ def test_children_are_scored_and_written_as_fresh_levels_are(serial):
 
 @pytest.mark.slow
 def test_children_of_a_training(serial):
-    """New levels of the buffer: base levels on fresh cycles, on others children of those played."""
+    """New levels of the buffer: base levels in fresh cycles, else children of replayed levels."""
     born, generations = 0, set()
     for cycle in serial:
         before, after = contents(cycle.before.buffer), contents(cycle.after.buffer)

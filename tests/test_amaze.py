@@ -39,7 +39,7 @@ optimised = partial(jax.jit, compiler_options={"xla_backend_optimization_level":
 
 
 def host(tree):
-    """The tree as NumPy arrays."""
+    """A tree with its leaves as NumPy arrays."""
     return jax.tree.map(np.asarray, tree)
 
 
@@ -65,7 +65,7 @@ solve_batch = optimised(jax.vmap(amaze.solve))
 
 
 def graph_of(level):
-    """networkx: the free cells as (x, y), and the poses (x, y, d) with an edge for each action."""
+    """As networkx: the free cells (x, y), and the poses (x, y, d) with an edge for each action."""
     height, width = level.wall_map.shape
     free = {(x, y) for y in range(height) for x in range(width) if not level.wall_map[y, x]}
     cells, poses = nx.Graph(), nx.DiGraph()
@@ -81,7 +81,7 @@ def graph_of(level):
 
 
 def oracle(level):
-    """By networkx: (moves between cells, fewest actions as a list), or None if unreachable."""
+    """From networkx: (moves between cells, fewest actions as a list), or None if unreachable."""
     cells, poses = graph_of(level)
     start, goal = tuple(map(int, level.agent_pos)), tuple(map(int, level.goal_pos))
     if not nx.has_path(cells, start, goal):
@@ -93,7 +93,7 @@ def oracle(level):
 
 
 def assert_distributed(counts, probabilities):
-    """Chi-square: the counts of outcomes come from these probabilities (within 5 deviations)."""
+    """Chi-square test: counts of outcomes fit these probabilities (within 5 deviations)."""
     total = sum(counts.values())
     assert set(counts) <= set(probabilities), set(counts) - set(probabilities)
     chi = sum((counts[k] - total * p) ** 2 / (total * p) for k, p in probabilities.items())
@@ -107,7 +107,7 @@ def uniform(outcomes):
 
 
 def outcome(level):
-    """A level as something to count."""
+    """A level as a hashable value, to count it."""
     return (level.wall_map.tobytes(), *level.agent_pos.tolist(), int(level.agent_dir),
             *level.goal_pos.tolist())
 
@@ -138,7 +138,7 @@ class Copy(MiniGridEnv):
 @jax.jit
 @jax.vmap
 def play(level, actions, max_steps, see_through_walls):
-    """Every observation, reward and done of one level played to the end of `actions`."""
+    """All observations, rewards and dones of one level under `actions`."""
     first, state = amaze.reset(level, max_steps, see_through_walls)
 
     def act(state, action):
@@ -183,7 +183,7 @@ def test_equals_minigrid(height, width, n_walls, count):
 
 
 def test_occlusion_of_any_pattern():
-    """5 x 5 cells seen whole, each row of its own density, against MiniGrid's process_vis."""
+    """Views of 5 x 5 cells, with random densities of walls, against MiniGrid's process_vis."""
     rng = np.random.default_rng(0)
     walls = rng.random((2000, 5, 5)) < rng.random((2000, 5, 1))
     walls[:, 4, 2] = False
@@ -268,7 +268,7 @@ def test_padding_changes_nothing():
 
 
 def test_small_levels_have_the_exact_distribution():
-    """2 x 2 cells, 2 draws with replacement: every level and its probability, by enumeration."""
+    """2 x 2 cells, 2 draws with replacement: enumerate every level with its probability."""
     places = [(0, 0), (1, 0), (0, 1), (1, 1)]
     expected = Counter()
     for draw in [(a, b) for a in places for b in places]:
@@ -303,7 +303,7 @@ def test_reference_statistics(n_walls, walls, solvable, path):
 
 @pytest.mark.parametrize("text", ["#.#\n...\n##.", ".#\n#.", "...."])
 def test_agent_goal_and_direction_are_placed_uniformly(text):
-    """On given walls, which stay: every way to place them is as likely as the others."""
+    """On given walls, which stay the same, every way to place them is equally likely."""
     walls = np.array([[c == "#" for c in line] for line in text.split("\n")])
     free = [(int(x), int(y)) for y, x in np.argwhere(~walls)]
     ways = [(walls.tobytes(), *agent, d, *goal)
@@ -319,7 +319,7 @@ def test_too_many_walls():
 
 
 def plain_edit(level):
-    """{level: probability} after one edit by the rules; a level: (walls, agent, goal, cells)."""
+    """{level: probability} after one edit by the rules; a level is (walls, agent, goal, cells)."""
     walls, agent, goal, cells = level
     after = Counter({level: 1 / 3})
     others = [c for c in cells if c not in (agent, goal)]
@@ -335,7 +335,7 @@ def plain_edit(level):
 
 @pytest.mark.parametrize("n_edits", [1, 4])
 def test_edits_have_the_exact_distribution(n_edits):
-    """A 2 x 3 level, against the rules carried through all edits by a plain Python editor."""
+    """Edits of a 2 x 3 level, compared with all their outcomes under a plain Python editor."""
     level = amaze.level_from_text("G#>\n.##")
     cells = tuple((x, y) for y in range(2) for x in range(3))
     expected = {(frozenset({(1, 0), (1, 1), (2, 1)}), (2, 0), (0, 0), cells): 1}
@@ -485,7 +485,7 @@ def sampled(name, count):
 
 
 def minigrid_resets(env, count):
-    """Levels of a MiniGrid environment, by resetting it."""
+    """Levels of a MiniGrid environment, one from each reset."""
     levels = []
     for seed in range(count):
         env.reset(seed=seed)
@@ -497,7 +497,7 @@ def minigrid_resets(env, count):
 
 
 def assert_same_walls(ours, theirs):
-    """Each cell is a wall as often here as there, and each pair of neighbours (5 deviations)."""
+    """Cells, and pairs of neighbours, are walls equally often in both (within 5 deviations)."""
     for f in (lambda w: w, lambda w: w[:, 1:] & w[:, :-1], lambda w: w[:, :, 1:] & w[:, :, :-1]):
         p, q = f(ours.wall_map).mean(axis=0), f(theirs.wall_map).mean(axis=0)
         deviation = np.sqrt(p * (1 - p) / len(ours.wall_map) + q * (1 - q) / len(theirs.wall_map))
@@ -565,7 +565,7 @@ def test_simple_crossing_follows_minigrid():
 
 
 def plain_perfect_maze(rng, n):
-    """Rooms joined by depth-first search in plain Python: a networkx tree."""
+    """Rooms joined by depth-first search in plain Python, as a networkx tree."""
     tree, stack = nx.Graph(), [(int(rng.integers(n)), int(rng.integers(n)))]
     tree.add_node(stack[0])
     while stack:
@@ -581,7 +581,7 @@ def plain_perfect_maze(rng, n):
 
 
 def plain_kruskal_maze(rng, n):
-    """The minimum spanning tree by networkx where the weights of edges are random."""
+    """networkx's minimum spanning tree of a grid whose edges have random weights."""
     grid = nx.grid_2d_graph(n, n)
     for edge in grid.edges:
         grid.edges[edge]["weight"] = rng.random()
@@ -625,7 +625,7 @@ def test_sizes_of_perfect_mazes():
 
 @pytest.mark.slow
 def test_floods_and_draws_for_a_gpu_give_the_same(monkeypatch):
-    """Many steps a trip, many levels a draw: some paths longer, some levels unsolvable."""
+    """With many steps or many levels per trip; some paths are longer, some levels unsolvable."""
     sample = lambda rng: amaze.sample_level(rng, 22, 6, 7)
     out = []
     for platform in ("cpu", "gpu"):
@@ -670,7 +670,7 @@ def room_graph(parents, n):
 
 
 def plain_prim(grid):
-    """{tree: probability}: from room 0 on, edges that leave the tree are as likely to join it."""
+    """{tree: probability}: grow from room 0; each edge that leaves the tree is equally likely."""
     trees = {frozenset(): 1.0}
     for _ in range(len(grid) - 1):
         larger = Counter()
@@ -702,7 +702,7 @@ def test_trees_have_the_exact_distribution(sample, plain):
 
 
 def symmetries(walls):
-    """The eight images of a square [..., 13, 13] under turns and mirrors."""
+    """The eight images of squares [..., 13, 13] under rotations and reflections."""
     turned = [np.rot90(walls, k, axes=(-2, -1)) for k in range(4)]
     return [*turned, *(np.swapaxes(x, -2, -1) for x in turned)]
 
@@ -712,7 +712,7 @@ def dead_ends(cells):
 
 
 def is_maze(walls, cells):
-    """7 x 7 rooms, walls between posts."""
+    """Whether these are 7 x 7 connected rooms with walls between posts."""
     return nx.is_connected(cells) and not walls[::2, ::2].any() and walls[1::2, 1::2].all()
 
 
@@ -745,7 +745,7 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_families(name):
-    """1,000 levels are valid, none has a fixed maze's walls; networkx finds some as named."""
+    """1,000 levels are valid, none has a fixed maze's walls; some have their kind's structure."""
     maze, levels = amaze.TEST_MAZES[name], sampled(name, 1000)
     solution, i = host(solve_batch(levels)), np.arange(1000)
     assert levels.wall_map.shape == (1000, 13, 13)
@@ -780,7 +780,7 @@ def test_families(name):
 
 
 def test_families_are_turned_together():
-    """The eight spirals are as likely, and so are the ways from the outside in and back."""
+    """All eight spirals are equally likely, and so are the ways inwards and outwards."""
     levels = sampled("Spiral", 1000)
     corridor = host(levels.wall_map[0])
     spirals = [x.tobytes() for x in symmetries(corridor)]
@@ -966,7 +966,7 @@ def run_amaze(*args, typed=""):
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [["a", "d", "w"], ["\x1b[D", "\x1b[C", "\x1b[A"]])
 def test_walking_with_the_keyboard(keys):
-    """MiniMaze's shortest path, then a step that must not be taken."""
+    """Walk MiniMaze's shortest path; keys after the goal must do nothing."""
     _, actions = oracle(host(amaze.TEST_MAZES["MiniMaze"].sample(None)))
     assert set(actions) == {0, 1, 2}
     done = run_amaze("MiniMaze", typed="".join(keys[action] for action in actions) + "ww")

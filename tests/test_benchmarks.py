@@ -1,4 +1,4 @@
-"""The documents' links, and the pictures of benchmarks/figures beside their data."""
+"""Links and numbers of the documents; pictures in benchmarks/figures, compared with their data."""
 
 import csv
 import importlib.util
@@ -26,7 +26,7 @@ from results import MEANS, TITLES, read  # noqa: E402
 
 
 def anchors(path):
-    """GitHub's names of the headings of a document."""
+    """The anchors that GitHub makes from the headings of a document."""
     for title in re.findall(r"(?m)^#+ (.*)$", path.read_text()):
         yield re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
@@ -59,7 +59,7 @@ def test_each_picture_lies_beside_its_data():
 
 
 def test_the_film_shows_the_steps_of_its_table():
-    """Each is a legal step of StandardMaze up to the goal, and drawn as the film has it."""
+    """Each row is a legal step of StandardMaze, up to the goal, and drawn as in the film."""
     maze = amaze.TEST_MAZES["StandardMaze"]
     _, state = amaze.reset(maze.sample(jax.random.key(0)), maze.max_steps)
     with open(FIGURES / "standard_maze.csv", newline="") as file:
@@ -83,7 +83,7 @@ def test_the_film_shows_the_steps_of_its_table():
 
 
 def test_paths_are_walks():
-    """From cell to neighbouring free cell, from the agent's place; solved ends beside the goal."""
+    """Paths go from the agent's place to free neighbours; solved ones end beside the goal."""
     walks = json.loads((FIGURES / "paths.json").read_text())
     for title, walk in ((k, walk) for k, episodes in walks.items() for walk in episodes):
         level, cells = amaze.level_from_text(walk["level"]), np.array(walk["cells"])
@@ -117,7 +117,7 @@ def test_pictures_are_drawn_from_their_data(tmp_path):
 
 
 def test_agents_of_earlier_records_stay_on_the_page():
-    """benchmarks/results/play.html: an agent is replaced by that of its own method alone."""
+    """In benchmarks/results/play.html a new agent replaces only the agent of the same method."""
     path = ROOT / "benchmarks" / "results.py"
     spec = importlib.util.spec_from_file_location("results", path)
     spec.loader.exec_module(results := importlib.util.module_from_spec(spec))
@@ -142,7 +142,7 @@ def test_agents_of_earlier_records_stay_on_the_page():
 
 
 def test_kernels_are_counted_loop_by_loop():
-    """Trips multiply what is inside; graphs, copies and what launches nothing are told apart."""
+    """Trips multiply what is in a loop; graphs and copies are counted separately."""
     hlo = """
   %while.1 = while(%a), backend_config={"known_trip_count":{"n":"5"}}, metadata={op_name="scan"}
   %while.2 = while(%b), metadata={op_name="flood"}
@@ -183,8 +183,8 @@ AHEAD = (1, 0), (0, 1), (-1, 0), (0, -1)  # of the directions
 
 
 def follow_the_wall(level, max_steps, turn):
-    """By the map, in plain Python: the number of actions to the goal, 0 if there are too many.
-    turn: 1 the right hand, -1 the left."""
+    """Follow the wall on the map, in plain Python -> number of actions to the goal, 0 if there are
+    too many. turn: 1 the right hand, -1 the left."""
     walls, (x, y), d, goal = level
     height, width = walls.shape
     free = {(x, y) for y in range(height) for x in range(width) if not walls[y, x]}
@@ -207,7 +207,7 @@ def follow_the_wall(level, max_steps, turn):
 
 
 def test_a_hand_on_the_wall_walks_as_by_the_map():
-    """It sees what is beside it, also where walls hide what is behind them."""
+    """It sees the cells beside it, even where walls hide what is behind them."""
     names = "FourRooms", "SimpleCrossing", "Rings", "Comb", "SmallCorridor", "Sampled"
     args = evaluate.Arguments(episodes=12)
     mazes, rng = evaluate.draw_mazes(names, args), jax.random.key(0)[None]
@@ -246,7 +246,7 @@ NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e\d+)?"
 
 
 def tables(path):
-    """Rows of a document's tables, as dicts by their heads; `section`: the heading above."""
+    """Rows of a document's tables, as dicts by column title; `section` is the heading above."""
     head, section = None, ""
     for line in path.read_text().splitlines():
         cells = [x.strip() for x in line.strip("|").split("|")]
@@ -261,7 +261,7 @@ def tables(path):
 
 
 def timed(section, library, name, column="ours is faster by"):
-    """A cell of figures/speed.md; library "ours": with the devices that the command line takes."""
+    """A cell of figures/speed.md; library "ours" has as many devices as the command line takes."""
     library = "**this project**" if library == "ours" else library
     [row] = [
         row for row in tables(FIGURES / "speed.md")
@@ -287,7 +287,7 @@ def recorded(method, commit, column="dcd"):
 
 
 def of_mazes(*names, suite="dcd"):
-    """Means over seeds, the least and the greatest of the four better methods."""
+    """The least and the greatest mean over seeds of the four better methods on these mazes."""
     found = []
     for method in pictures.METHODS[:4]:
         rates, mazes = pictures.scores(pictures.RESULTS / method, suite)
@@ -301,7 +301,7 @@ def of_a_maze(method, name, seed=slice(None)):
 
 
 def logged(method, column, update):
-    """A column of logs.csv in a cycle, of all seeds."""
+    """A column of logs.csv in one cycle, for all seeds."""
     rows = read(pictures.RESULTS / method / "logs.csv")
     return np.array([float(row[column]) for row in rows if row["update"] == str(update)])
 
@@ -354,7 +354,7 @@ def error_of_difference(one, other):
 
 
 def random_levels():
-    """Mean solve rate of long ones, and the share that at least one seed has always solved."""
+    """Mean solve rate of long random levels, and share of levels that some seed always solves."""
     rows = read(pictures.SEARCH / "random_levels.csv")
     rates = np.array([[float(row[f"seed {i}"]) for i in range(6)] for row in rows])
     is_long = np.array([int(row["path_length"]) >= 40 for row in rows])
@@ -369,13 +369,13 @@ def less_decided():
 
 
 def row_of_results(name):
-    """What a row of the table of all methods says, from the files of results/."""
+    """The numbers of a method in RESULTS.md's table of all methods, from the files of results/."""
     return [len(pictures.of_seeds(name)), pictures.minutes(name), *mean(name), extremes(name)[0],
             *mean(name, "families"), worst(name), worst(name, "worst 1%")]  # fmt: skip
 
 
 def less(one, other, suite="dcd"):
-    """By how much one method is ahead of another, or behind it: value, low, high."""
+    """The absolute difference between two methods: value, low, high."""
     value, low, high = pictures.difference(one, other, suite)
     return (value, low, high) if value > 0 else (-value, -high, -low)
 
@@ -391,7 +391,7 @@ def gained(name, suite="dcd"):
 
 
 def cartpole(level=None):
-    """Of each run on random physics, or on its corners."""
+    """Each run's mean solve rate on a level (such as random physics), or on all corners."""
     found = pictures.cartpole()
     corners = lambda levels: [v.mean() for k, v in levels.items() if k != "random physics"]
     pick = lambda levels: levels[level].mean() if level else np.mean(corners(levels))
@@ -540,13 +540,13 @@ UNCHECKED = [  # regular expressions of what is no measurement, or has no file
 
 
 def plain(path):
-    """A document's text without code blocks and the targets of links, in one line."""
+    """A document's text on one line, without code blocks and the targets of links."""
     text = re.sub(r"(?ms)^```.*?^```$", "", path.read_text())
     return " ".join(re.sub(r"\]\([^)]*\)", "]", text).split())
 
 
 def same(shown, value):
-    """Whether a number is what another one is to the digits that are shown."""
+    """Whether a shown number equals a value, up to the digits that are shown."""
     shown = shown.replace(",", "")
     mantissa, _, power = shown.partition("e")
     unit = 10.0 ** (int(power or 0) - len(mantissa.partition(".")[2]))
@@ -567,7 +567,7 @@ PAGE, README = plain(ROOT / "benchmarks" / "RESULTS.md"), plain(ROOT / "README.m
 
 
 def spans(sentence, page=PAGE):
-    """Where the numbers of a sentence stand in a page, in which it is to be found once."""
+    """The places of a sentence's numbers in a page; the sentence must occur once."""
     pattern = re.escape(sentence).replace(re.escape("{}"), f"({NUMBER})").replace(r"\ ", " ")
     found = [*re.finditer(pattern, page)]
     assert len(found) == 1, f"{len(found)} times there: {sentence}"
@@ -587,7 +587,7 @@ def test_pages_say_what_the_files_say(sentence, page, values):
 
 
 def test_every_figure_of_results_is_checked():
-    """But for UNCHECKED and what was aimed at, the first cells of the last table."""
+    """Except for UNCHECKED and for targets, which are the first cells of the last table."""
     checked = {at for sentence in RESULTS for at in spans(sentence)}
     free = [x.span() for pattern in UNCHECKED for x in re.finditer(pattern, PAGE)]
     for row in tables(ROOT / "benchmarks" / "RESULTS.md"):

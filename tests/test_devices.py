@@ -1,4 +1,4 @@
-"""Runs on several devices and in several processes: all are the training of one."""
+"""Runs on several devices and in several processes equal the same training on one device."""
 
 import json
 import os
@@ -39,7 +39,7 @@ VARIANTS = {
 
 
 def start_together(launch, *args, **options):
-    """Two processes of two devices each that make one run."""
+    """Start two processes of two devices each that share one run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -49,7 +49,7 @@ def start_together(launch, *args, **options):
 
 @pytest.fixture(scope="module")
 def layouts(tmp, launch, train, pool):
-    """layouts(variant, layout) -> folder; with the first, all runs of a variant are started."""
+    """layouts(variant, layout) -> folder; the first call starts all runs of the variant."""
 
     def run(variant, layout):
         script, options, _ = VARIANTS[variant]
@@ -104,7 +104,7 @@ def test_a_signal_to_one_of_two_processes_stops_both(torn):
 
 @pytest.mark.slow
 def test_what_one_of_two_processes_refuses_ends_both(layouts, launch):
-    """The folder is taken, which only the process that writes it finds out."""
+    """The folder is taken, which only the process that writes it notices."""
     whole = layouts("dr")
     before = contents(whole)
     one, other = start_together(launch, *SHORT, "--seeds", 4, "--out", whole)
@@ -142,7 +142,7 @@ def test_any_devices_give_the_training_of_one(layouts, variant, layout):
 
 @pytest.mark.slow
 def test_a_finished_run_goes_on(tmp, layouts, train):
-    """It equals one that was this long from the start, but that it was evaluated at its old end."""
+    """It equals a run of this length from the start, except for an evaluation at its old end."""
     folder, longer = tmp / "longer", layouts("dr")
     train(*FOUR, "--num-updates", 10, "--out", folder, devices=4)
     train("--resume", "--num-updates", 12, "--out", folder, devices=4)
@@ -207,7 +207,7 @@ def test_resumed_with_levels_over_devices_bit_for_bit(tmp, layouts, train):
     ("--devices 4 --num-minibatches 4", "devices = 4: allowed is "),
 ])  # fmt: skip
 def test_what_is_dealt(monkeypatch, args, expected):
-    """By default seeds, where they deal evenly over four devices; levels if that uses more."""
+    """By default seeds, if they deal evenly over four devices; levels if that uses more devices."""
     monkeypatch.setattr(jax, "devices", lambda: list("abcd"))
     config = dr.parse([*TINY, *args.split()])
     try:
@@ -220,7 +220,7 @@ def test_what_is_dealt(monkeypatch, args, expected):
 
 @pytest.mark.slow
 def test_every_core_is_a_device(tmp, launch, pool):
-    """On a CPU, unless the user says otherwise."""
+    """This holds on a CPU, unless the user sets something else."""
     cores = sorted(os.sched_getaffinity(0))
     one_core = dict(before=f"os.sched_setaffinity(0, {cores[:1]})")
     cases = [
@@ -244,7 +244,7 @@ def test_every_core_is_a_device(tmp, launch, pool):
 
 @pytest.mark.slow
 def test_where_one_of_two_processes_dies_the_other_ends(torn, launch):
-    """Last here: it may take half a minute to find out."""
+    """This is the last test here: the other process may need half a minute to notice."""
     folder, _, stopped, one = torn
     status, _, err = finish(one)
     # the connection breaks, or JAX, which misses the heartbeat, ends the process

@@ -1,4 +1,4 @@
-"""dr.py against plain loops and formulas in NumPy: network, PPO, rollouts, whole updates."""
+"""dr.py compared with plain loops and formulas in NumPy: network, PPO, rollouts, whole updates."""
 
 import importlib
 import os
@@ -37,14 +37,14 @@ def close(x, y, tolerance=1e-4):
 
 
 def numbers(tree):
-    """Keys, which are no arrays of numbers, as such."""
+    """The tree with random keys converted to arrays of numbers."""
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
 @cache
 def program(function, config=SMALL):
-    """`init`, or `update` of a number of cycles, compiled."""
+    """Compiled `init`, or compiled `update` for a number of cycles."""
     train = dr.make_train(config)
     update = lambda state: train.update(state, function)
     return jax.jit(train.init if function == "init" else update)
@@ -58,7 +58,7 @@ def start(config=SMALL):
 
 
 def random_inputs(T, B, seed=0):
-    """Random observations and flags [T, B]; episodes open in the middle of every column."""
+    """Random observations and flags [T, B]; an episode starts in the middle of odd columns."""
     random = np.random.default_rng(seed)
     image = random.integers(0, 9, (T, B, 5, 5, 3)).astype(np.uint8)
     is_first = random.random((T, B)) < 0.2
@@ -67,7 +67,7 @@ def random_inputs(T, B, seed=0):
 
 
 def make_network(rnn, size=16):
-    """A network, and its parameters with noise so that no output is close to 0."""
+    """A network and its parameters, with noise so that no output is close to 0."""
     network = dr.ActorCritic(dr.make_core(rnn, size, 2, "after"))
     inputs = random_inputs(1, 1)
     params = jax.jit(network.init)(SEED, network.core.initial_carry(1), *inputs)
@@ -76,7 +76,7 @@ def make_network(rnn, size=16):
 
 
 def run_network(network):
-    """params, carry, obs, is_first -> carry, log pi [T, B, 7], V [T, B]; compiled."""
+    """Compiled: params, carry, obs, is_first -> carry, log pi [T, B, 7], V [T, B]."""
 
     def apply(*inputs):
         carry, policy, value = network.apply(*inputs)
@@ -123,7 +123,7 @@ def sigmoid(x):
 
 
 def flax_lstm(carry, x, is_first, w, b):
-    """flax's LSTM cell with our weights, step by step; projected inputs have the weight 1."""
+    """flax's LSTM cell with our weights, step by step; for projected inputs its weight is 1."""
     H = len(b) // 4
     w_x = w[:, :-H] if w.shape[1] > H else jnp.eye(4 * H)
     parts = (jnp.split(x, 4) for x in (w_x, w[:, -H:], b))
@@ -150,7 +150,7 @@ def plain_gru(h, x, is_first, w, bias):
 
 
 def core_inputs(gates, seed=0, T=7, B=3, H=5, I=4):
-    """I = 0: projected inputs."""
+    """Random inputs of a core; with I = 0 they are projected already."""
     random = np.random.default_rng(seed)
     draw = lambda *shape: random.normal(size=shape).astype(np.float32)
     is_first = np.zeros((T, B), bool)
@@ -162,7 +162,7 @@ def core_inputs(gates, seed=0, T=7, B=3, H=5, I=4):
 @pytest.mark.slow
 @pytest.mark.parametrize("rnn", ["lstm", "gru", "s5"])
 def test_the_forms_for_a_gpu_equal_those_for_a_cpu(rnn, monkeypatch):
-    """A whole update, of chunks that four steps do not divide."""
+    """A whole update, with chunks whose length is no multiple of four."""
     sizes = dict(num_steps=36, bptt_horizon=9, max_steps=7)
     config = replace(SMALL, rnn=rnn, solvable_only=True, **sizes)
     state, out = start(config), []
@@ -196,7 +196,7 @@ def test_gru_equals_a_plain_loop():
 @pytest.mark.slow
 @pytest.mark.parametrize("I", [4, 0])
 def test_lstm_and_its_gradient_equal_flax_and_autodiff(I):
-    """Alone and vmapped, of inputs and of projected ones."""
+    """Alone and vmapped, for plain and for projected inputs."""
     weigh = core_inputs(4, seed=9, I=5)
 
     def with_gradient(lstm):
@@ -226,7 +226,7 @@ def test_number_of_parameters(rnn, size):
 
 
 def equations(jaxpr):
-    """All equations of a program, those inside others too."""
+    """All equations of a program, including those inside other equations."""
     for equation in jaxpr.eqns:
         yield equation
         for x in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
@@ -238,7 +238,7 @@ def equations(jaxpr):
     *(("dr", rnn) for rnn in ("lstm", "gru", "s5", "none")),
     *((script, "lstm") for script in ("plr", "accel", "paired"))])  # fmt: skip
 def test_seeds_are_vmapped_but_their_qr_decompositions(script, rnn):
-    """Those go one seed after the other: a batch of them can block jaxlib's threads for ever."""
+    """These run one seed after the other: a batch of them can block jaxlib's threads for ever."""
     module = importlib.import_module(script)
     known = {name: x for name, x in vars(SMALL).items() if hasattr(module.Config, name)}
     init = module.make_train(module.Config(**known | {"rnn": rnn})).init
@@ -324,7 +324,7 @@ def test_gae_is_the_discounted_sum_of_td_errors(platform, monkeypatch):
 
 
 def first_episodes(reward, done):
-    """The first episode of each column, if it ends: (column, its rewards)."""
+    """Yield the first episode of each column if it ends: (column, its rewards)."""
     for b in range(reward.shape[1]):
         for t in range(len(reward)):
             if done[t, b]:
@@ -363,7 +363,7 @@ def test_statistics_are_of_first_episodes():
 
 
 def pooled_solve_rate(reward, done):
-    """Of all episodes that end in the window, by a plain loop."""
+    """The solve rate over all episodes that end in the window, by a plain loop."""
     solved, total = [], np.zeros(reward.shape[1])
     for r, d in zip(reward, done):
         total += r
@@ -375,8 +375,8 @@ def pooled_solve_rate(reward, done):
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("truth", [0.5, 0.875])
 def test_the_solve_rate_of_training_is_the_true_one(truth, restarts):
-    """Students of known solve rate: each solves a level in 10 to 60 steps, or fails in 250; with
-    restarts it plays that level again and again, else on done a new one."""
+    """Students of known solve rate solve a level in 10 to 60 steps, or fail in 250. With restarts a
+    student plays the same level again and again, otherwise a new one after each episode."""
     T, B, max_steps, random = 256, 4000, 250, np.random.default_rng(0)
     reward, done = np.zeros((T, B), np.float32), np.zeros((T, B), bool)
     for b in range(B):
@@ -438,8 +438,8 @@ def test_loss_is_the_formula_of_ppo(clip_vloss):
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_minibatches(k):
-    """Each trajectory once per epoch, whole, in a new order; an optimiser step for each part, whose
-    advantages have mean 0 and deviation 1."""
+    """Every epoch has each trajectory once, whole, in a new order. Each minibatch gives one
+    optimiser step, with advantages of mean 0 and deviation 1."""
     config = replace(SMALL, num_minibatches=k, update_epochs=3)
     seen = []
 
@@ -476,8 +476,8 @@ def test_minibatches(k):
 
 @pytest.mark.slow
 def test_gradients_go_back_bptt_horizon_steps():
-    """A step of learning beside PPO's formula on chunks of four steps, each from the memory that
-    was there when it was played."""
+    """A step of learning equals PPO's formula on chunks of four steps, each of which starts from
+    the memory that the rollout had there."""
     one_step = dict(update_epochs=1, num_minibatches=1, ent_coef=0.03, clip_vloss=False)
     config = replace(SMALL, rnn="lstm", bptt_horizon=4, **one_step)
     train = dr.make_train(config)
@@ -512,7 +512,7 @@ def test_gradients_go_back_bptt_horizon_steps():
 @pytest.mark.parametrize("rnn", ["lstm", "gru", "s5", "none"])
 @pytest.mark.parametrize("horizon, chunks", [(0, 1), (4, 4)])
 def test_a_rollout_keeps_memories_of_the_starts_of_chunks_only(rnn, horizon, chunks):
-    """Of each core its carry, [chunks, B, ...]; without a core nothing."""
+    """They are the core's carry, [chunks, B, ...]; without a core there is nothing."""
     train = dr.make_train(replace(SMALL, rnn=rnn, bptt_horizon=horizon))
     choose_levels, rollout = part(train, "choose_levels", "rollout")
 
@@ -530,7 +530,7 @@ def test_a_rollout_keeps_memories_of_the_starts_of_chunks_only(rnn, horizon, chu
 @pytest.mark.slow
 @pytest.mark.parametrize("horizon", [0, 4])
 def test_memories_of_a_rollout_are_those_before_the_chunks(horizon):
-    """Of the LSTM step by step, from zero where an episode opens."""
+    """They equal those of an LSTM run step by step, which is reset at the start of an episode."""
     train = dr.make_train(replace(SMALL, rnn="lstm", bptt_horizon=horizon, max_steps=3))
     choose_levels, rollout = part(train, "choose_levels", "rollout")
     network, params = make_network("lstm")
@@ -554,7 +554,7 @@ def test_memories_of_a_rollout_are_those_before_the_chunks(horizon):
 @pytest.mark.slow
 @pytest.mark.parametrize("rnn", ["lstm", "gru"])
 def test_memories_of_a_rollout_are_those_that_it_was_played_with(rnn):
-    """Until the first step of the optimiser, chunks have the policy and the values of the batch."""
+    """Before the first optimiser step, chunks reproduce the policy and the values of the batch."""
     one_step = dict(rnn=rnn, update_epochs=1, num_minibatches=1)
     config = replace(SMALL, **one_step)
     update = lambda **fields: program(2, replace(config, **fields))(start(config))[1]
@@ -568,8 +568,8 @@ def test_memories_of_a_rollout_are_those_that_it_was_played_with(rnn):
 
 @pytest.mark.slow
 def test_annealed_lr_and_adam_by_hand():
-    """Four updates of one step each: clip by global norm, Adam, a lr that falls to a quarter; and
-    what their metrics say."""
+    """Four updates of one step each: clipping by global norm, Adam, a learning rate that falls to a
+    quarter; and their metrics."""
     one_step = dict(update_epochs=1, num_minibatches=1, max_grad_norm=0.1)
     config = replace(SMALL, anneal_lr=True, num_updates=4, **one_step)
     train = dr.make_train(config)
@@ -611,8 +611,8 @@ def test_annealed_lr_and_adam_by_hand():
 
 @pytest.mark.slow
 def test_polyak_averaging_by_hand():
-    """Update t weighs as t (t + 1) (t + 2): what 1212.1824's recursion with eta = 3 comes to. All
-    else is as without."""
+    """Update t has the weight t (t + 1) (t + 2), as in 1212.1824's recursion with eta = 3.
+    Everything else is the same as without averaging."""
     flat = lambda tree: np.asarray(ravel_pytree(tree)[0], np.float64)
     config, plain, past = replace(SMALL, polyak_averaging=True), start(), []
     state = start(config)
@@ -631,7 +631,7 @@ def test_polyak_averaging_by_hand():
 
 
 def test_rollout():
-    """Copies play the same levels; on done the next level; the network sees what it learns from."""
+    """Copies play the same levels; on done the next level starts; the batch is what was seen."""
     config = replace(SMALL, rnn="lstm", num_evals=3, max_steps=3, see_through_walls=False)
     train, params = dr.make_train(config), start(config).student.params
     choose_levels, rollout, network = part(train, "choose_levels", "rollout", "network")
@@ -688,8 +688,8 @@ def test_actions_are_sampled_from_the_policy():
 
 @pytest.mark.slow
 def test_evaluation_equals_a_plain_loop():
-    """A scripted policy: forward, and left where a wall is ahead. It meets some of the goals. It is
-    the student's, or that of the mean parameters if there are any."""
+    """A scripted policy goes forward, and turns left at a wall; it reaches some of the goals. It is
+    called with the student's parameters, or with the averaged ones if there are any."""
     mazes, count = ["TrivialMaze", "FourRooms"], 16
     suite = ",".join([*mazes, mazes[0]])  # named twice, it counts once
     config = replace(SMALL, eval_suite=suite, eval_episodes=count, eval_interval=1)
@@ -725,7 +725,7 @@ def test_evaluation_equals_a_plain_loop():
 
 
 def path_length(walls, agent, goal):
-    """Cells on the shortest path, by breadth-first search; None if there is none."""
+    """Moves on the shortest path, by breadth-first search; None if there is none."""
     queue, seen = deque([(agent, 0)]), {agent}
     while queue:
         (x, y), length = queue.popleft()
@@ -831,7 +831,7 @@ NUMBERS = dict(lr=np.float32(1e-3), gamma=jnp.float32(0.9), vf_coef=1, clip_eps=
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_of_numpy_and_jax_are_numbers(name):
-    """Outside of jit and inside, where a comparison of an array would be traced."""
+    """Outside of jit, and inside, where comparing an array would be traced."""
     config = replace(SMALL, **{name: NUMBERS[name]})
     dr.check(config)
     jax.jit(lambda: dr.check(config))()
@@ -892,8 +892,8 @@ CHANGES = dict(
 
 @cache
 def sweep():
-    """Trainings vmapped over (seed, floats): rows, states, metrics. Each float changes once; two
-    seeds; and a row that diverges."""
+    """Trainings vmapped over (seed, floats): rows, states, metrics. Two rows differ in the seed, a
+    row for each float changes only this float, and one row diverges."""
     assert set(CHANGES) == set(dr.FLOATS)
     base = {name: getattr(SMALL, name) for name in CHANGES}
     rows = {("seed", i): (jax.random.key(i), base) for i in range(2)}
@@ -910,7 +910,7 @@ def sweep():
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_vmapped_row_equals_the_solo_run(seed):
-    """Whose floats are constants."""
+    """In the solo run the floats are constants."""
     _, found = sweep()
     alone = numbers(program(5, TESTED)(program("init")(jax.random.key(seed))))
     assert close(found["seed", seed], alone, 1e-3)
@@ -934,7 +934,7 @@ def test_a_swept_float_equals_the_solo_run(name):
 
 @pytest.mark.slow
 def test_what_is_not_finite_is_told_from_what_is_not_measured():
-    """A row that diverges shows inf; NaN is an evaluation that was not due, as in its neighbour."""
+    """A row that diverges shows inf; NaN marks an evaluation that was not due, as in other rows."""
     _, found = sweep()
     (_, metrics), (_, fine) = found["diverged"], found["seed", 0]
     for name in ("param_norm", "total_loss", "value_loss", "entropy", "grad_norm"):
@@ -948,8 +948,8 @@ def test_what_is_not_finite_is_told_from_what_is_not_measured():
 
 @pytest.mark.slow
 def test_a_new_float_can_be_swept():
-    """A copy with a price on each step of a rollout, swept in turn and at once; for nothing it is
-    dr.py, else all returns are lower by the price."""
+    """A copy of dr.py charges a price per step of a rollout, swept in turn and at once. At price 0
+    it equals dr.py; otherwise all returns are lower by the price."""
     field = "    gamma: float = 0.995"
     moved = "next_obs, state, reward, done = jax.vmap(partial(step, restart=True))(state, action)\n"
     copy = hacked(dr, {field: f"    price: float = 0.0\n{field}",
@@ -1001,7 +1001,7 @@ print("passed")
 
 @pytest.mark.slow
 def test_an_update_on_two_devices_is_that_of_one(tmp_path):
-    """To rounding; and the devices agree bit for bit. Of copies, minibatches and all."""
+    """Up to rounding, with copies and minibatches; the two devices agree bit for bit."""
     for name, tree in {"before": start(), "after": program(1)(start())}.items():
         np.savez(tmp_path / name, *jax.tree.leaves(numbers(tree)))
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"

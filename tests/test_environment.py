@@ -1,5 +1,5 @@
-"""Another environment in place of amaze: a copy of a script with an import, the two functions that
-read the levels' fields, what FAST says of these, and the network's first lines changed."""
+"""Another environment in place of amaze. A copy of a script changes the import, the two functions
+that read the levels' fields, what FAST says of these fields, and the network's first lines."""
 
 import csv
 import importlib.util
@@ -51,7 +51,7 @@ MORE = {"dr": [], "plr": REPLAY, "accel": [*REPLAY, "--num-edits", "2"],
 
 
 def line_script(folder, name, changes=()):
-    """The copy, beside its environment."""
+    """A copy of a script for the environment `line`, which is copied beside it."""
     shutil.copy(ROOT / "tests/line.py", folder)
     text = (ROOT / f"{name}.py").read_text()
     walls = re.findall(r" {4}n_walls: .*\n|n_walls=\d+, ", text)  # the field; of FAST
@@ -69,7 +69,7 @@ def module_of(path):
 
 @pytest.fixture(scope="module")
 def trained(tmp, train):
-    """Folder of a run of each script's copy, made once."""
+    """The folder and the script of a run, made once for each script."""
     made = {}
 
     def trained(name):
@@ -115,7 +115,7 @@ def test_a_run_goes_on_bit_for_bit(tmp, trained, train):
 
 
 def test_evaluate(trained, call):
-    """The tables say what is solved by the environment, and of an optimal return nothing."""
+    """The environment decides what the tables count as solved; they have no optimal return."""
     folder, script = trained("plr")
     more = "--episodes", 1, "--gif", "Left"
     status, out, err = call(folder, "--script", script, *more, script=ROOT / "evaluate.py")
@@ -148,7 +148,7 @@ def test_evaluate_samples_levels_and_refuses_what_is_not_there(trained, call):
 
 
 def test_returns_equal_a_plain_loop():
-    """evaluate.py's play on the wrapped environment, by an agent that always goes right."""
+    """evaluate.py's play on the wrapped environment, with an agent that always goes right."""
     act = lambda params, memory, obs, *_: (memory, jnp.full(len(obs.place), 2))
     agent = dict(act=act, initial_carry=lambda batch: (), reset=line.reset, step=line.step)
     names, _, _ = evaluate.choose_mazes(evaluate.Arguments(), line)
@@ -168,7 +168,7 @@ def test_returns_equal_a_plain_loop():
 
 
 def test_tables_count_what_the_environment_calls_solved():
-    """Returns of -1 and -5, of which it says solved above -2.5."""
+    """The returns are -1 and -5; the environment calls an episode above -2.5 solved."""
     run = SimpleNamespace(name="a", algorithm="a", update=1, agents=[{"seed": 0}], env=line)
     returns, lengths = np.array([[[-1.0, -5, -1, -1]]]), np.ones((1, 1, 4))
     [row] = evaluate.tabulate(run, [SimpleNamespace(name="x")], [np.nan], returns, lengths)
@@ -192,7 +192,7 @@ def test_a_queue_goes_on_with_its_next_level():
 
 
 def test_r_max_of_negative_returns():
-    """Returns of -4 with values of -3 score -1, not 3; what has not ended has no R_max."""
+    """A return of -4 with values of -3 scores -1, not 3; no ended episode means no R_max."""
     done = np.array([[False, False], [True, False]])
     reward = np.array([[-1.0, -1], [-3, -1]], np.float32)
     batch = plr.Transition(None, None, None, None, np.full((2, 2), -3, np.float32), reward, done)
@@ -215,7 +215,7 @@ def test_without_an_optimal_return_there_is_no_oracle(tmp, trained, call):
 
 @pytest.mark.slow
 def test_an_import_that_starts_jax(tmp, launch, call):
-    """One line says that what is there is used."""
+    """One line says that the devices that JAX has started with are used."""
     (tmp / "early").mkdir()
     script = line_script(tmp / "early", "dr")
     with open(tmp / "early/line.py", "a") as file:
@@ -236,7 +236,7 @@ def test_runs_of_two_environments_are_refused(tmp, trained, train, call):
 
 
 def test_weight_decay_gets_the_parameters(tmp):
-    """An optimiser that needs them, in a copy."""
+    """A copy whose optimiser needs the parameters."""
     decay = {"optax.adam(lr, eps=1e-5)": "optax.adamw(lr, weight_decay=0.1)"}
     module = module_of(line_script(tmp, "dr", decay))
     small = dict(num_envs=4, num_steps=8, max_steps=8, rnn="none", hidden_size=4, num_updates=1)
@@ -245,7 +245,7 @@ def test_weight_decay_gets_the_parameters(tmp):
 
 @struct.dataclass
 class Slope:
-    """A level as those of JaxUED are."""
+    """A level as a dataclass, as in JaxUED."""
 
     numbers: jax.Array  # [2] goal, slope
 
@@ -260,7 +260,7 @@ LEVELS = {  # kind of level: from line's level, and back
 
 
 def packed(kind):
-    """The environment `line` whose levels are of another kind, and an agent that goes right."""
+    """The environment `line` with another kind of levels, and an agent that goes right."""
     pack, unpack = LEVELS[kind]
     env = SimpleNamespace(**vars(line))
     env.TEST_MAZES = {}
@@ -281,7 +281,7 @@ def packed(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LEVELS)
 def test_a_level_is_any_tree(tmp_path, capsys, kind):
-    """Tables, film, pictures and sampled levels, as with levels that are tuples."""
+    """Tables, film, pictures and sampled levels are the same as with levels that are tuples."""
     told = {}
     for env, train in ((line, packed("dict")[1]), packed(kind)):
         if env is line:

@@ -1,4 +1,4 @@
-"""evaluate.py against MiniGrid, breadth-first search, scipy, simulations, checkpoints that lie."""
+"""evaluate.py against MiniGrid, breadth-first search, scipy, simulations, and false checkpoints."""
 
 import csv
 import hashlib
@@ -47,7 +47,7 @@ def flags(settings):
 
 
 def execute(*command, **environment):
-    """Python on a script (or -c) in a process of its own."""
+    """Run Python on a script (or -c) in a process of its own -> stdout."""
     command = [sys.executable, *map(str, command)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)} | environment
     environment = {name: x for name, x in environment.items() if x is not None}
@@ -57,7 +57,7 @@ def execute(*command, **environment):
 
 
 def call(capsys, monkeypatch, *arguments):
-    """evaluate.py's command line in this process: (exit status, stdout, errors)."""
+    """Run evaluate.py's command line in this process: (exit status, stdout, errors)."""
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, arguments)])
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")  # as it is here
     with pytest.raises(SystemExit) as stop:
@@ -73,14 +73,14 @@ def read(path):
 
 @pytest.fixture(scope="module")
 def trained(tmp, train):
-    """A run folder of two seeds, trained for two updates."""
+    """The folder of a run with two seeds, trained for two updates."""
     train("--out", tmp / "dr", *flags(TINY))
     return tmp / "dr"
 
 
 @pytest.fixture
 def run(trained, tmp_path):
-    """A copy of it."""
+    """A copy of the trained run's folder."""
     return Path(shutil.copytree(trained, tmp_path / "runs" / "dr"))
 
 
@@ -97,7 +97,7 @@ def mazes_of(**settings):
 
 @cache
 def some_mazes(episodes):
-    """Open and occluded mazes of several sizes and time limits, one of them from text."""
+    """Open and occluded mazes of several sizes and time limits, two of them from text."""
     easy, dark = (jax.tree.map(lambda x: x[None], amaze.level_from_text(x)) for x in (EASY, DARK))
     names = "FourRooms,MiniMaze,TrivialMaze"
     mazes = mazes_of(mazes=names, episodes=episodes, seed=3)
@@ -106,7 +106,7 @@ def some_mazes(episodes):
 
 @cache
 def random_agents():
-    """Four agents that differ and tell apart what they see: train, params, keys."""
+    """Four different agents whose actions depend on what they see: train, params, keys."""
     train = dr.make_train(dr.Config(**TINY))
     shapes = jax.eval_shape(train.init, jax.random.key(0)).student.params
     rng = np.random.default_rng(5)
@@ -118,7 +118,7 @@ def random_agents():
 
 @cache
 def played(batch_size, only=""):
-    """returns, lengths [agents, mazes, 4 episodes]."""
+    """Play some_mazes: returns, lengths [agents, mazes, 4 episodes]."""
     mazes = [maze for maze in some_mazes(4) if maze.name.startswith(only)]
     return tuple(evaluate.play(*random_agents(), mazes, 4, batch_size))
 
@@ -176,7 +176,7 @@ def test_results_equal_a_loop_over_minigrid():
 
 @pytest.mark.slow
 def test_neither_batch_size_nor_vmap_matters(monkeypatch):
-    """On a GPU agents play vmapped, on a CPU in turn."""
+    """Agents play vmapped on a GPU, and in turn on a CPU."""
     in_turn, agents = played(0), random_agents()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     real, texts = evaluate.make_program, []
@@ -213,7 +213,7 @@ def test_padding_and_other_mazes_do_not_matter():
 
 
 def fewest_actions(level, max_steps):
-    """Actions of a fastest way to the goal, by breadth-first search over (x, y, direction)."""
+    """Actions of a shortest plan to the goal, by breadth-first search over (x, y, direction)."""
     walls, goal = np.asarray(level.wall_map), tuple(map(int, level.goal_pos))
     start = (*map(int, level.agent_pos), int(level.agent_dir))
     plans, queue = {start: []}, deque([start])
@@ -336,7 +336,7 @@ def test_intervals_equal_scipys():
 @pytest.mark.slow
 @pytest.mark.parametrize("num_mazes", [12, 300])
 def test_intervals_hold_the_truth(num_mazes, monkeypatch):
-    """New trainings of a known population, on the same mazes: 95% of intervals hold its values."""
+    """In new trainings of a known population, 95% of the intervals contain its true values."""
     monkeypatch.setattr(evaluate, "RESAMPLES", 300)
     rng = np.random.default_rng(num_mazes)
     hardness = rng.normal(0.5, 1.5, num_mazes)
@@ -355,8 +355,8 @@ def test_intervals_hold_the_truth(num_mazes, monkeypatch):
 
 
 def test_intervals_of_six_seeds_hold_the_truth_as_often_as_is_said(monkeypatch):
-    """0.85. Seven mazes are alike and the others far from them: a median's would hold it 20 times
-    in 100, wherefore there is none."""
+    """In 0.85 of cases. Seven mazes are alike, the others far from them: an interval of a median
+    would hold the truth only 20 times in 100, so there is none."""
     monkeypatch.setattr(evaluate, "RESAMPLES", 200)
     rng, rates = np.random.default_rng(0), np.repeat([0.65, 0.9, 0.97], [7, 2, 3])
     train = lambda seeds: rng.binomial(100, rng.beta(rates, 1 - rates, (seeds, 12))) / 100
@@ -382,13 +382,13 @@ def test_fewer_than_three_seeds_have_no_interval(run, capsys, monkeypatch):
 
 
 def flip(rng, rates, episodes, seeds=1):
-    """Returns [seeds, levels, episodes] of episodes with these rates of success."""
+    """Returns [seeds, levels, episodes] of episodes with these solve rates."""
     return 0.7 * (rng.random((seeds, len(rates), episodes)) < np.reshape(rates, (-1, 1)))
 
 
 def test_worst_levels_are_no_worse_than_they_are():
-    """0.9 on every level is 0.9 on the worst; by ranking and reporting on the same ten episodes
-    it would read 0.715, 0.585 and 0.502."""
+    """If every level is solved at 0.9, the worst are, too. Ranked and reported on the same ten
+    episodes, they would read 0.715, 0.585 and 0.502."""
     returns = flip(np.random.default_rng(0), np.full(1000, 0.9), 10, seeds=32)
     summary = evaluate.summarise(returns, [str(i) for i in range(1000)], 0, True)
     assert [*summary] == [*evaluate.AGGREGATES, *evaluate.WORST]
@@ -414,8 +414,8 @@ def test_worst_levels_are_found():
 
 
 def test_the_worst_are_those_of_the_published_protocol(tmp_path, capsys, monkeypatch):
-    """A student whose solve rates are known, through the whole command, against plain loops: two
-    sets of ten episodes, and who ties for the last places draws lots."""
+    """Students of known solve rates, through the whole command, against plain loops: two sets of
+    ten episodes; ties for the last places are broken at random."""
     rng, levels, drawn = np.random.default_rng(0), 1000, {x: [] for x in evaluate.WORST}
     rates = np.sort(rng.beta(1.5, 0.1, levels))
     for _ in range(1000):
@@ -594,7 +594,7 @@ def test_a_hacked_copy_needs_script(run, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_script_that_made_no_run_is_refused(run, tmp_path, capsys, monkeypatch):
-    """Else what was changed in it would seem to change nothing."""
+    """Otherwise changes in this script would seem to have no effect."""
     for name in ("hot.py", "dr.py"):
         shutil.copy(ROOT / "dr.py", tmp_path / name)
     status, _, errors = call(capsys, monkeypatch, run, "--script", str(tmp_path / "hot.py"))
@@ -605,7 +605,7 @@ def test_a_script_that_made_no_run_is_refused(run, tmp_path, capsys, monkeypatch
 
 
 def test_each_run_finds_its_own_script(tmp_path):
-    """By the name in config.json; one that is renamed, if --script is given once."""
+    """By the name in config.json; a renamed script is found if --script is given once."""
     choose = evaluate.choose_script
     both = one, other = str(tmp_path / "one.py"), str(tmp_path / "other.py")
     for recorded, given, found in (("one.py", both, one), ("other.py", both, other),
@@ -700,7 +700,7 @@ def test_a_hacked_student_sees_what_it_was_trained_on(tmp_path, capsys, monkeypa
 
 
 class Payload:
-    """Unpickled, it leaves a file."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -720,7 +720,7 @@ def evil_script(name):
 
 
 def false_dr(run, mark):
-    """A dr.py and an amaze.py in the run's folder, which is also the present one."""
+    """A dr.py and an amaze.py in the run's folder, which is also the working directory."""
     for name in ("dr.py", "amaze.py", "s5.py"):
         (run / name).write_text(f"import os; os.mkdir({str(mark)!r})")
     change_config(run, hidden_size=9)
@@ -728,7 +728,7 @@ def false_dr(run, mark):
 
 
 def edit(change):
-    """A lie told by the checkpoint: bytes -> bytes."""
+    """A false checkpoint whose bytes are changed: bytes -> bytes."""
 
     def lie(run, mark):
         path = run / "checkpoint.msgpack"
@@ -738,7 +738,7 @@ def edit(change):
 
 
 def edit_data(change):
-    """A lie with a checksum that is right: the checkpoint's dict is changed."""
+    """A false checkpoint with a correct checksum: its dict is changed."""
 
     def lie(run, mark):
         data = dr.read_checkpoint(run / "checkpoint.msgpack")
@@ -758,18 +758,18 @@ def fewer_rows(data):
 
 
 def flip_a_bit(data, mark):
-    """One bit."""
+    """Flip one bit."""
     at = len(data) // 2
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
 def seal(body):
-    """What write_checkpoint makes of bytes."""
+    """Add the header that write_checkpoint puts before the bytes."""
     return dr.FORMAT + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
 
 def replace_by(make):
-    """A lie: the checkpoint is something else."""
+    """A false checkpoint: something else is in its place."""
 
     def lie(run, mark):
         (run / "checkpoint.msgpack").unlink()
@@ -860,7 +860,7 @@ def test_without_runs(capsys, monkeypatch):
 
 
 def write_sweep(folder, scores, diverged=(), column="eval_solve_rate"):
-    """logs.csv of a sweep as a run writes it: scores {(lr, gamma): one for each seed}."""
+    """Write logs.csv of a sweep as a run does; scores {(lr, gamma): one for each seed}."""
     folder.mkdir(exist_ok=True)
     sweep = ["lr=log:1e-5:1e-3:3", "gamma=0.9,0.99"]
     (folder / "config.json").write_text(json.dumps({"script": "dr.py", "sweep": sweep}))
@@ -882,7 +882,7 @@ def write_sweep(folder, scores, diverged=(), column="eval_solve_rate"):
 
 
 def ranking(out):
-    """Lines of the table that is printed: [point, score, note]."""
+    """The lines of the printed table of a sweep: [point, score, note]."""
     lines = out.split("seed(s)\n")[1].splitlines()
     return [re.split(r"  +", line.strip()) for line in lines if line[:2] in ("lr", "0.", "1e")]
 

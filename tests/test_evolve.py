@@ -1,4 +1,4 @@
-"""benchmarks/evolve.py at a size that shows nothing but that it runs, stops and goes on."""
+"""Test benchmarks/evolve.py at a tiny size: that it runs, stops and resumes."""
 
 import importlib.util
 import sys
@@ -37,7 +37,7 @@ def test_a_network_of_zeros_is_the_squared_error(evolve):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["floats", "loss"])
 def test_stopped_and_resumed_equals_uninterrupted(evolve, what, tmp_path):
-    """And a member of a generation is a training alone with its numbers and seed."""
+    """Also, a member of a generation equals a training alone with its values and seed."""
     size = evolve.SMALL | TINY
     given = dict(what=what, population=2, seeds=2, seed=3, save_interval=1, compare=0)
     whole, parts = ({**given, "out": tmp_path / name} for name in ("whole", "parts"))

@@ -1,5 +1,5 @@
-"""The environments of examples/ in place of amaze.py: beside their own packages, and trainings by
-copies of the scripts, made by the commands of their docstrings."""
+"""The environments of examples/ in place of amaze.py: compared with their packages, and trained by
+copies of the scripts that the commands in their docstrings make."""
 
 import ast
 import csv
@@ -29,7 +29,7 @@ MORE = {"dr": [], "plr": REPLAY, "accel": [*REPLAY, "--num-edits", "2"],
 
 
 def example(name):
-    """The module, where its package is installed."""
+    """The module of an example; skips if its package is not installed."""
     pytest.importorskip({"cartpole": "gymnax", "craftax": "craftax", "navix": "navix"}[name])
     spec = importlib.util.spec_from_file_location(f"{name}_levels", ROOT / f"examples/{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -39,7 +39,7 @@ def example(name):
 
 
 def commands(name, of_paired=False):
-    """Those of the docstring: cp, patch, the flags of the training."""
+    """The commands in the docstring: cp, patch, the flags of the training."""
     text = ast.get_docstring(ast.parse((ROOT / f"examples/{name}.py").read_text()))
     lines = re.findall(r"(?m)^    ((?:cp|patch|python) (?:.*\\\n)*.*)$", text)
     lines = [shlex.split(x.replace("\\\n", ""), comments=True) for x in lines]
@@ -51,7 +51,7 @@ def commands(name, of_paired=False):
 
 @pytest.fixture(scope="module")
 def script(tmp):
-    """The copy of a script for an environment, as the docstring says how to make it."""
+    """The copy of a script for an environment, made by the docstring's commands."""
     if not shutil.which("patch"):
         pytest.skip("there is no `patch` here")
 
@@ -75,7 +75,7 @@ def cartpole():
 
 @pytest.fixture(scope="module")
 def trained(tmp, train, script, cartpole):
-    """Folder and script of a run with two seeds of each script's copy, made once."""
+    """The folder and the script of a run with two seeds, made once for each script."""
     made = {}
 
     def trained(name):
@@ -92,7 +92,7 @@ def trained(tmp, train, script, cartpole):
 
 @pytest.mark.slow
 def test_the_agent_of_the_repository_plays_minigrid(call):
-    """benchmarks/results/agent, by the package's own FourRooms: most of them, from any start."""
+    """benchmarks/results/agent solves most of the package's own FourRooms, from any start."""
     agent, script = ROOT / "benchmarks/results/agent", ROOT / "examples/play_minigrid.py"
     assert sum(path.stat().st_size for path in agent.iterdir()) < 1.5e6
     status, out, err = call(agent, "--episodes", 20, script=script)
@@ -139,7 +139,7 @@ def test_a_run_goes_on_bit_for_bit(tmp, trained, train):
 
 
 def test_a_sweep_on_two_devices(tmp, trained, train):
-    """Seeds and points dealt over two: those of the default are the run of one device."""
+    """Two devices share seeds and points; those of the default equal a run on one device."""
     folder, script = trained("plr")
     flags = [*commands("cartpole")[2], *TINY, *REPLAY, "--seeds", 2, "--sweep", "spread=0.1,1"]
     said = train(*flags, "--devices", 2, "--out", tmp / "sweep", script=script, devices=2)
@@ -190,7 +190,7 @@ def test_evaluate_the_worst_of_random_physics(trained, call):
 
 
 def rollout(environment, level, max_steps, actions):
-    """Observations, rewards, done of an episode, and whatever follows."""
+    """Observations, rewards and dones of an episode, and of the steps after its end."""
     obs, state = environment.reset(level, max_steps)
 
     def move(state, action):
@@ -203,7 +203,7 @@ def rollout(environment, level, max_steps, actions):
 
 @pytest.mark.parametrize("number", range(3))
 def test_cartpole_is_gymnax(cartpole, number):
-    """CartPole-v1 as it comes; random levels, by its step with their physics written by hand."""
+    """CartPole-v1 unchanged, and random levels, by gymnax's step with the physics set by hand."""
     import gymnax
 
     env, params = gymnax.make("CartPole-v1")
@@ -240,7 +240,7 @@ def test_cartpole_is_gymnax(cartpole, number):
 
 
 def test_solved_is_475_of_500_steps(cartpole):
-    """Of returns as they are summed up, in float32."""
+    """For returns summed up in float32."""
     step = jnp.float32(1.0) / 500
     totals = np.add.accumulate(np.full(500, step, np.float32), dtype=np.float32)
     assert np.flatnonzero(cartpole.solved(totals)).tolist() == [*range(474, 500)]
@@ -271,7 +271,7 @@ def test_levels_of_cartpole(cartpole):
 
 
 def test_designs_of_cartpole(cartpole):
-    """The teacher's numbers, one a step, by hand; the start is drawn, and the noise is new."""
+    """The teacher's numbers, one per step, by hand; a random start; new noise in each step."""
     steps, choices = cartpole.teacher_size()
     assert (steps, choices) == (5, 9)
     for spread, actions in (1.0, [0, 8, 4, 2, 7]), (0.5, [8, 0, 1, 4, 4]):
@@ -295,7 +295,7 @@ def test_designs_of_cartpole(cartpole):
 
 
 def test_paired_on_cartpole(tmp, train, script, cartpole):
-    """Four cycles: the teacher's designs are drawn from all of the physics, and it learns."""
+    """In four cycles the designs cover all of the physics, and the teacher learns."""
     path = script("cartpole", "paired")
     more = "--num-updates 4 --archive-interval 2 --max-steps 60 --num-steps 64".split()
     flags = [*commands("cartpole", True)[2], *TINY, *more]
@@ -334,7 +334,7 @@ def jaxued():
 
 
 def test_what_is_written_for_jaxued_runs(cartpole, jaxued):
-    """Its maze by its own step, a level of random walls: the same episodes, then the next level."""
+    """JaxUED's maze by its own step, with random walls: the same episodes, then the next level."""
     from jaxued.environments.maze import make_level_generator
 
     env = jaxued.Maze(max_height=13, max_width=13, agent_view_size=5, normalize_obs=True)
@@ -361,7 +361,7 @@ def test_what_is_written_for_jaxued_runs(cartpole, jaxued):
 
 
 def test_the_luck_of_a_level(cartpole):
-    """A start and steps that are random in the environment are the same for a level each time."""
+    """A random start and random steps of the environment are the same each time for a level."""
 
     class Drift:
         env, default_params = cartpole.CartPole.env, cartpole.CartPole.default_params
@@ -397,7 +397,7 @@ def craftax():
 
 @pytest.mark.slow
 def test_craftax_is_its_package(craftax):
-    """Worlds as it draws them, and its own step on them; on done, the next world opens."""
+    """Worlds as the package draws them, by its own step; on done, the next world starts."""
     from craftax.craftax_classic.envs.craftax_symbolic_env import (
         CraftaxClassicSymbolicEnvNoAutoReset as Craftax)  # fmt: skip
 
@@ -491,8 +491,8 @@ def navix():
 
 
 def test_navix_is_its_package(navix):
-    """Its own environment step by step, on the layouts that it draws: what is seen (but for what
-    the player carries, which only the module shows), rewards, ends, then the next layout."""
+    """The package's own environment step by step, on layouts that it draws: observations (but for
+    what the player carries, which only our module shows), rewards, ends, then the next layout."""
     import navix as package
 
     see = package.observations.symbolic_first_person
@@ -526,7 +526,7 @@ def test_navix_is_its_package(navix):
 
 
 def reached(walls, start):
-    """Cells that a walk of one after the other comes to."""
+    """The cells that a walk reaches, moving from cell to cell."""
     seen, todo = {start}, [start]
     while todo:
         y, x = todo.pop()
@@ -582,7 +582,7 @@ def test_levels_of_navix(navix):
 
 
 def test_pictures_of_navix(navix):
-    """Its own, twice as large."""
+    """NAVIX's own picture, twice as large."""
     import navix as package
 
     env = package.make("Navix-DoorKey-Random-8x8-v0", observation_fn=package.observations.rgb)

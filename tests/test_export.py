@@ -1,5 +1,5 @@
-"""What can be known of GPUs and TPUs without one: the command line's programs are lowered for them,
-as they stand with the published configuration, and ask for nothing but XLA's own operations."""
+"""What can be tested for GPUs and TPUs without one: the command line's programs, with the published
+configuration, are lowered for them and use no operations other than XLA's own."""
 
 import importlib
 import re
@@ -23,7 +23,7 @@ SEEDS = 3
 
 
 class Accelerators(list):
-    """Devices of which the scripts believe that they are no CPUs."""
+    """Devices that claim not to be CPUs."""
 
     def __getitem__(self, i):
         return SimpleNamespace(platform="accelerator")
@@ -32,7 +32,7 @@ class Accelerators(list):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dr", "plr", "accel", "paired", "sfl"])
 def test_programs_lower_for_accelerators(name, monkeypatch):
-    """Both branches that are only a CPU's are left out: seeds, and PAIRED's students, in turn."""
+    """Seeds, and PAIRED's students, do not take turns, as they do on a CPU."""
     monkeypatch.setattr(jax, "default_backend", lambda: "accelerator")
     script = importlib.import_module(name)
     config = script.Config(seeds=SEEDS)

@@ -1,5 +1,5 @@
-"""A run's folder as disks, strangers and other processes leave it: what it holds is refused in one
-line that names the file, with nothing changed, or the training is as if nothing had happened."""
+"""What disks, strangers and other processes may do to a run's folder: either it is refused in one
+line that names the file, with nothing changed, or training goes on as if nothing had happened."""
 
 import csv
 import json
@@ -39,12 +39,12 @@ RNG = random.Random(57)
 
 
 class Trains(Exception):
-    """A run has been let through all checks."""
+    """Raised when a run has passed all checks."""
 
 
 @pytest.fixture(scope="module")
 def whole(tmp, train):
-    """A run of 12 cycles with its archives, and one of another seed."""
+    """A run of 12 cycles with its archives, and another run with another seed."""
     train(*SHORT, "--out", tmp / "whole")
     train(*SHORT, "--seed", 9, "--out", tmp / "other")
     return tmp / "whole"
@@ -56,7 +56,7 @@ def run(whole, tmp_path):
 
 
 def resume(monkeypatch, capsys, folder, *options):
-    """`dr.py --resume` until it would train -> None if it would, else what it says."""
+    """Run `dr.py --resume` up to the training -> None if it gets there, else the message."""
 
     def trains(*_):
         raise Trains
@@ -77,7 +77,7 @@ def resume(monkeypatch, capsys, folder, *options):
 
 
 def refused(monkeypatch, capsys, folder, *options):
-    """What is said, in one line; nothing has changed."""
+    """The message of a refusal, in one line; checks that nothing has changed."""
     before = contents(folder)
     said = resume(monkeypatch, capsys, folder, *options)
     assert said is not None
@@ -91,7 +91,7 @@ def refused(monkeypatch, capsys, folder, *options):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_killed_at_random_moments(tmp, launch, train, name):
-    """Some of them aimed at the moment that a file changes."""
+    """Some of the kills are aimed at the moment when a file changes."""
     script, options = ROOT / f"{name}.py", [*RUN, *SCRIPTS[name]]
     train(*options, "--out", tmp / f"{name}_whole", script=script)
     folder = tmp / f"{name}_killed"
@@ -301,7 +301,7 @@ def test_no_file_but_something_else(run, monkeypatch, capsys, name):
 
 
 def test_links_are_not_followed(tmp_path, capsys):
-    """A folder from a stranger, whose names lead elsewhere."""
+    """A stranger's folder has links to other places under the names of a run's files."""
     mine, folder = tmp_path / "mine", tmp_path / "folder"
     mine.write_text("mine")
     folder.mkdir()
@@ -372,7 +372,7 @@ def test_a_folder_is_held_by_one(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_in_one_folder(tmp, launch, call):
-    """The second is refused and the first goes on."""
+    """The second one is refused, and the first one continues."""
     args, folder = [*RUN, "--num-updates", 300], tmp / "both"
     first = launch(*args, "--out", folder)
     while last_update(folder) < 4:
@@ -412,7 +412,7 @@ def test_what_steers_a_terminal_is_not_printed(capsys):
 
 
 def test_no_home(monkeypatch, capsys):
-    """No HOME, and a user whom the system does not know."""
+    """There is no HOME, and the system does not know the user."""
     import pwd
 
     def unknown(uid):
@@ -453,7 +453,7 @@ def test_a_platform_that_is_not_there(call, platform):
 
 @pytest.mark.slow
 def test_a_backend_of_a_notebook(call, tmp):
-    """Neither the script nor evaluate.py needs what MPLBACKEND names."""
+    """Neither the script nor evaluate.py needs the backend in MPLBACKEND."""
     env = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
     out = tmp / "backend"
     status, _, err = call(*SHORT, "--num-updates", 2, "--out", out, env=env)

@@ -1,4 +1,4 @@
-"""From code and in a notebook, as from the command line: run, save, load, and the example."""
+"""From code and in a notebook, as from the command line: run, save, load; the example notebook."""
 
 import json
 import signal
@@ -27,7 +27,7 @@ SIGNALS = signal.SIGINT, signal.SIGTERM
 
 @pytest.fixture
 def handlers():
-    """Handlers of our own, as a notebook has them; what they caught."""
+    """Signal handlers of our own, as in a notebook; yields the signals that they caught."""
     caught = []
     before = [signal.signal(number, lambda n, _: caught.append(n)) for number in SIGNALS]
     ours = [signal.getsignal(number) for number in SIGNALS]
@@ -38,7 +38,7 @@ def handlers():
 
 
 def interrupted(monkeypatch, *numbers):
-    """These signals come when four updates are done."""
+    """Send these signals after four updates."""
 
     class Bar(tqdm):
         def update(self, n):
@@ -51,20 +51,20 @@ def interrupted(monkeypatch, *numbers):
 
 @pytest.fixture(scope="module")
 def whole(tmp):
-    """Folder, states and metrics of a run that nothing stopped."""
+    """Folder, states and metrics of an uninterrupted run."""
     folder = tmp / "whole"
     return folder, *dr.run(replace(CONFIG, out=str(folder)))
 
 
 @pytest.fixture(scope="module")
 def in_code():
-    """The same trainings by make_train."""
+    """The same trainings, by make_train."""
     train = jax.jit(lambda rngs: jax.lax.map(dr.make_train(CONFIG), rngs))
     return train(jax.vmap(jax.random.key)(np.arange(2)))
 
 
 def test_run_returns_what_make_train_does(whole, in_code):
-    """Also the keys: the trainings can go on with train.update."""
+    """This includes the keys, so train.update can continue the trainings."""
     _, state, metrics = whole
     plain = lambda state: state.replace(rng=jax.random.key_data(state.rng))
     ours, theirs = (plain(state), metrics), (plain(in_code[0]), in_code[1])
@@ -89,7 +89,7 @@ def test_a_curve_is_what_was_measured(whole):
 
 
 def test_an_error_is_raised_with_handlers_put_back(tmp_path, handlers):
-    """A ValueError of a line before anything is written; a FloatingPointError while it trains."""
+    """A ValueError in one line before anything is written; a FloatingPointError in training."""
     (tmp_path / "file").write_text("precious")
     with pytest.raises(dr.BadConfig, match="a new one, or --resume"):
         dr.run(replace(CONFIG, out=str(tmp_path), num_updates=2))
@@ -104,7 +104,7 @@ def test_an_error_is_raised_with_handlers_put_back(tmp_path, handlers):
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_an_interrupt_stops_after_a_chunk(monkeypatch, tmp_path, capsys, handlers, whole, number):
-    """With a checkpoint, and what is trained is given back; resumed it equals the whole run."""
+    """It leaves a checkpoint and returns what is trained; resumed, it equals the whole run."""
     interrupted(monkeypatch, number)
     config = replace(CONFIG, out=str(tmp_path / "run"))
     state, metrics = dr.run(config)
@@ -123,7 +123,7 @@ def test_an_interrupt_stops_after_a_chunk(monkeypatch, tmp_path, capsys, handler
 
 
 def test_a_second_interrupt_does_what_it_did_before(monkeypatch, tmp_path, handlers):
-    """In a notebook it raises KeyboardInterrupt there and then."""
+    """In a notebook it raises KeyboardInterrupt at once."""
     interrupted(monkeypatch, signal.SIGINT, signal.SIGINT)
     dr.run(replace(CONFIG, out=str(tmp_path / "ours")))
     assert handlers == [signal.SIGINT]
@@ -134,7 +134,7 @@ def test_a_second_interrupt_does_what_it_did_before(monkeypatch, tmp_path, handl
 
 
 def test_a_finished_run_is_given_back(whole, capsys):
-    """Resumed where nothing is left to do; the hint names what comes next."""
+    """Resumed when nothing is left to do; the hint names the next command."""
     before = table(whole[0])
     state, metrics = dr.run(replace(CONFIG, out=str(whole[0]), resume=True))
     assert state.cycles.tolist() == [12, 12]
@@ -147,7 +147,7 @@ def test_a_finished_run_is_given_back(whole, capsys):
 
 
 def figures(folder, monkeypatch, capsys):
-    """evaluate.py's results.csv, without the run's name."""
+    """The numbers in evaluate.py's results.csv, without the run's name."""
     monkeypatch.setattr(sys, "argv", ["evaluate.py", str(folder), "--mazes", "TrivialMaze,MiniMaze",
                                       "--episodes", "3"])  # fmt: skip
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
@@ -169,7 +169,7 @@ def test_what_is_saved_is_evaluated_as_the_run(monkeypatch, tmp_path, capsys, wh
 
 
 def test_trainings_in_code_go_on_from_the_command_line(tmp_path, whole):
-    """Saved half way, by vmap, and resumed as `dr.py --resume` does."""
+    """Saved half way and resumed as `dr.py --resume` does."""
     train = dr.make_train(CONFIG)
     half = jax.jit(lambda rngs: jax.lax.map(lambda rng: train.update(train.init(rng), 6)[0], rngs))
     state = half(jax.vmap(jax.random.key)(np.arange(2)))
@@ -201,7 +201,7 @@ def test_load_gives_the_run_to_film_and_play(tmp_path, whole, in_code):
 
 
 def test_a_sweep_in_code_is_saved_with_its_points(tmp_path, in_code):
-    """Of two dimensions too: [points, seeds] in the order of the command line's rows."""
+    """Also in two dimensions: [points, seeds], in the order of the command line's rows."""
     config = replace(CONFIG, seeds=1, sweep=("lr=0.01,0.001",))
     evaluate.save(tmp_path / "sweep", config, in_code[0])
     assert [x["lr"] for x in evaluate.load(tmp_path / "sweep").agents] == [0.01, 0.001]
@@ -214,7 +214,7 @@ def test_a_sweep_in_code_is_saved_with_its_points(tmp_path, in_code):
 
 
 def test_save_refuses(tmp_path, in_code):
-    """In a line, before anything is written; what is there stays."""
+    """In one line, before anything is written; existing files stay."""
     (tmp_path / "full").mkdir()
     (tmp_path / "full/precious").write_text("mine")
     (tmp_path / "file").write_text("mine")
@@ -239,7 +239,7 @@ def test_save_refuses(tmp_path, in_code):
 
 
 def test_save_wants_the_values_that_were_vmapped(tmp_path, in_code):
-    """Two trainings with one key differ by something else than their seeds."""
+    """Two trainings with the same key differ in something other than the seed."""
     state = in_code[0]
     same = state.rng[jnp.zeros(2, int)]
     with pytest.raises(ValueError, match="sweep = .*: allowed is the values, NAME=0.1,0.2"):
@@ -282,7 +282,7 @@ SMALL = dict(num_updates=8, num_envs=4, num_steps=8, rnn="none", hidden_size=4, 
 
 @pytest.mark.slow
 def test_the_notebook(tmp_path, call):
-    """Its cells, one after the other, with smaller SIZES."""
+    """Run its cells one after the other, with smaller SIZES."""
     status, out, err = call(CELLS, NOTEBOOK, SMALL, script="-c",
                             cwd=tmp_path, env={"MPLBACKEND": "Agg"})  # fmt: skip
     assert status == 0, err
@@ -293,7 +293,7 @@ def test_the_notebook(tmp_path, call):
 
 
 def test_the_notebook_is_small():
-    """About ten short cells, and outputs that a page can show."""
+    """It has about ten short cells, and outputs that a page can show."""
     assert NOTEBOOK.stat().st_size < 300_000
     cells = [x for x in json.loads(NOTEBOOK.read_text())["cells"] if x["cell_type"] == "code"]
     assert len(cells) <= 12

@@ -1,4 +1,4 @@
-"""paired.py: regret, the teacher's learning, and what students are shown, against plain loops."""
+"""paired.py compared with plain loops: regret, the teacher's learning, what students are shown."""
 
 import sys
 from collections import defaultdict
@@ -48,13 +48,13 @@ def initial_state(seed=3):
 
 
 def one_cycle(state, floats):
-    """A cycle with other values of Config's floats, which are arguments: one program for all."""
+    """A cycle whose floats of Config are arguments, so that one program serves all values."""
     return make_train(replace(SMALL, **floats)).update(state, 1)
 
 
 @cache
 def compiled_cycle():
-    """one_cycle, which also records what every call of paired.gae is given."""
+    """one_cycle, compiled; it also records the inputs and the result of each paired.gae."""
     records = defaultdict(list)
 
     def gae(batch, last_value, gamma, gae_lambda):
@@ -73,7 +73,7 @@ def compiled_cycle():
 
 @cache
 def recorded():
-    """Two cycles: the designs shown before the second, its records, and the states around it."""
+    """The second of two cycles: its state before, designs, records, state after, metrics."""
     program, floats, records = compiled_cycle()
     before, _ = program(initial_state(), floats)
     show = jax.jit(make_train(SMALL).show)
@@ -86,8 +86,8 @@ def recorded():
 
 
 def level_scores(reward, done, num_evals):
-    """Plain loop: mean over a level's copies of the mean return of their finished episodes, and
-    the best of all; 0 if none."""
+    """Plain loop: mean over a level's copies of the mean return of their finished episodes, and the
+    best return of all; 0 if no episode finished."""
     means, bests = [], []
     for level in range(reward.shape[1] // num_evals):
         returns, copies = [], []
@@ -109,7 +109,7 @@ def level_scores(reward, done, num_evals):
 
 
 def test_regret_by_hand():
-    """Ragged episodes of 3 students on 5 levels, 2 copies each, one level never finished."""
+    """Ragged episodes of 3 students on 5 levels, 2 copies each; one level is never finished."""
     rng = np.random.default_rng(0)
     done = rng.random((3, 30, 10)) < 0.15
     done[:, :, 6:8] = False
@@ -145,7 +145,7 @@ def test_regret_by_hand():
 
 
 def simulate(rng, rate, length, levels, copies):
-    """256 steps [T, B] of a student that solves with this rate, in so many of 250 steps."""
+    """256 steps [T, B] of a student with this solve rate: `length` steps to solve, 250 to fail."""
     done, ends = np.zeros((256, levels * copies), bool), np.zeros(levels * copies, int)
     reward = np.zeros(done.shape)
     while (ends < 256).any():
@@ -160,7 +160,7 @@ def simulate(rng, rate, length, levels, copies):
 @pytest.mark.parametrize("copies", [1, 2, 8])
 def test_regret_is_that_of_a_student_of_known_solve_rate(copies):
     """The antagonist always solves: regret = (1 - rate) * return of a solved episode. More copies
-    make it surer, not another. Pooled it would be, and prefer another design."""
+    reduce the noise, not the mean. Pooled episodes would change it, and prefer another design."""
     rng, levels, pooled = np.random.default_rng(copies), 2000, []
     scores = jax.jit(lambda reward, done: paired.level_returns(
         paired.episode_sums(reward, done), done, copies))  # fmt: skip
@@ -177,7 +177,7 @@ def test_regret_is_that_of_a_student_of_known_solve_rate(copies):
 
 @pytest.mark.slow
 def test_students_learn_from_chunks_as_they_were_played():
-    """With bptt_horizon, and the teacher as ever: the first step sees the policies of the batch."""
+    """With bptt_horizon too, the first step of learning sees the policies of the batch."""
     one_step = dict(update_epochs=1, num_minibatches=1, bptt_horizon=6)
     train = make_train(replace(SMALL, **one_step))
     metrics = jax.jit(train.update, static_argnums=1)(jax.jit(train.init)(jax.random.key(0)), 2)[1]
@@ -188,7 +188,7 @@ def test_students_learn_from_chunks_as_they_were_played():
 
 @pytest.mark.slow
 def test_regret_of_a_cycle_rewards_the_last_step():
-    """The teacher's rewards are the regret by hand of what the students played, then the end."""
+    """The teacher's last reward is the regret of the played students by hand; then it is done."""
     _, _, records, _, metrics = recorded()
     scores = [level_scores(reward, done, 2) for reward, _, _, done, _ in records["students"]]
     (mean, _), (_, best) = scores
@@ -204,7 +204,7 @@ def test_regret_of_a_cycle_rewards_the_last_step():
 
 @pytest.mark.slow
 def test_the_oracle_pays_the_optimal_return_less_the_protagonists():
-    """By networkx and plain loops, of designs some of which cannot be solved; one student."""
+    """By networkx and plain loops, with one student; some of the designs cannot be solved."""
     config = replace(SMALL, regret="oracle", num_students=1, n_walls=6)
     seen, real = [], paired.gae
 
@@ -236,7 +236,7 @@ def test_the_oracle_pays_the_optimal_return_less_the_protagonists():
 
 @pytest.mark.slow
 def test_teacher_does_not_bootstrap():
-    """Its advantages are a plain loop's with its own gamma and lambda, and none after the end."""
+    """Its advantages equal a plain loop's, with its own gamma and lambda and 0 after the end."""
     [(reward, value, _, _, advantage)] = recorded()[2]["teacher"]
     for n in range(SMALL.num_envs):
         expected, next_value = 0.0, 0.0
@@ -249,7 +249,7 @@ def test_teacher_does_not_bootstrap():
 
 @pytest.mark.slow
 def test_statistics_of_a_cycle_are_of_first_episodes():
-    """Of each student, by a plain loop."""
+    """For each student, by a plain loop."""
     _, _, records, _, metrics = recorded()
     for who, (reward, _, _, done, _) in zip(("", "antagonist_"), records["students"], strict=True):
         lengths = [done[:, b].tolist().index(True) + 1 for b in range(reward.shape[1])]
@@ -266,7 +266,7 @@ def test_statistics_of_a_cycle_are_of_first_episodes():
 
 @pytest.mark.slow
 def test_students_play_the_same_designs_from_zero_state():
-    """At the start of every episode V is that of a zero state on the first view of the design."""
+    """At the start of every episode V is that of a zero state at the design's first observation."""
     before, levels, records, _, metrics = recorded()
     train = make_train(SMALL)
     obs, _ = jax.vmap(lambda level: amaze.reset(level, SMALL.max_steps))(levels)
@@ -289,7 +289,7 @@ def test_students_play_the_same_designs_from_zero_state():
 
 @pytest.mark.slow
 def test_polyak_averaging_is_of_the_students():
-    """After two cycles, with weights t (t + 1) (t + 2): one and four fifths."""
+    """After two cycles, weights t (t + 1) (t + 2) give 1/5 and 4/5."""
     before, _, _, after, _ = recorded()
     students = before.students.params, after.students.params, after.students.average_params
     for x, y, average in zip(*map(jax.tree.leaves, students)):
@@ -304,7 +304,7 @@ def test_students_differ():
 
 @pytest.mark.parametrize("n_walls", [0, 10])
 def test_designs_are_valid(n_walls):
-    """Of a small grid and all the walls it may hold: agent and goal apart, on free cells."""
+    """On a small grid, with 0 or up to 10 walls: agent and goal are on different free cells."""
     config = replace(SMALL, num_envs=256, num_evals=1, height=3, width=4, n_walls=n_walls)
     train = make_train(config)
     params = jax.eval_shape(train.init, jax.random.key(0)).teacher.params
@@ -377,7 +377,7 @@ def test_teacher_has_its_own_entropy_coefficient():
 
 @pytest.mark.slow
 def test_row_of_a_sweep_equals_solo():
-    """Two seeds with swept floats at once, and each alone."""
+    """Two seeds with swept floats at once, compared with each alone."""
     program, floats, _ = compiled_cycle()
     states = [initial_state(seed) for seed in (5, 6)]
     values = {
@@ -479,7 +479,7 @@ def test_an_oracle_needs_an_optimal_return(monkeypatch):
 
 
 def test_published_teacher():
-    """22.5 million parameters: a VALID convolution of 128 filters into an LSTM of 256."""
+    """22.5 million parameters: a VALID convolution with 128 filters, then an LSTM of 256 units."""
     state = jax.eval_shape(make_train(Config()).init, jax.random.key(0))
     count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
     convolution, inputs = 27 * 128 + 128, 13 * 13 * 128 + 10 + 50

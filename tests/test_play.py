@@ -1,5 +1,5 @@
-"""play.html: its JavaScript beside amaze.py and flax, what evaluate.py --play writes and refuses,
-and the page in a browser."""
+"""play.html: its JavaScript compared with amaze.py and flax; what evaluate.py --play writes and
+refuses; the page in a browser."""
 
 import base64
 import json
@@ -36,13 +36,13 @@ CORES = {
 
 
 def scripts(html):
-    """The JavaScript of the sections MAZE and NETWORK."""
+    """The JavaScript in the sections MAZE and NETWORK of the page."""
     return re.findall(r"<!-- (?:MAZE|NETWORK) -->\n<script>\n(.*?)</script>", html, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def js():
-    """js(expression, name=value, ...) -> its value, by V8."""
+    """js(expression, name=value, ...) -> the expression's value, computed by V8."""
     maze, network = scripts((ROOT / "play.html").read_text())
     racer = MiniRacer()
     racer.eval(maze + network)
@@ -55,19 +55,19 @@ def js():
 
 
 def texts(levels, max_steps=250, see_through_walls=True):
-    """A batch of levels as the page writes them."""
+    """A batch of levels as text, as in the page's data."""
     maze = evaluate.Maze("x", levels, max_steps, see_through_walls)
     return data(evaluate.page([], [maze]))["mazes"]["x"]
 
 
 def data(page):
-    """What a page was filled with."""
+    """The data in a page."""
     [text] = re.findall(r'id="data">\n(.*)\n</script>', page.decode())
     return json.loads(text)
 
 
 def draw(number, height, width, seed=0):
-    """Random levels, up to half of them walls."""
+    """Random levels; up to half of the cells are walls."""
     rng = np.random.default_rng(seed)
     walls = rng.random((number, height, width)) < rng.uniform(0, 0.5, (number, 1, 1))
     return jax.jit(jax.vmap(amaze.place))(jax.random.split(jax.random.key(seed), number), walls)
@@ -79,7 +79,7 @@ def draw(number, height, width, seed=0):
 @pytest.mark.parametrize("see", [True, False])
 @pytest.mark.parametrize("height, width", [(13, 13), (4, 3), (23, 40)])
 def test_observations_rewards_and_ends_are_amazes(height, width, see, js):
-    """200 levels, 100 random actions on each; an episode that ends begins again."""
+    """100 random actions on each of 200 levels; an episode that ends restarts its level."""
     levels = draw(200, height, width)
     chances = [0.15, 0.15, 0.6, 0.025, 0.025, 0.025, 0.025]
     actions = np.random.default_rng(1).choice(7, (100, 200), p=chances)
@@ -121,7 +121,7 @@ def test_observations_rewards_and_ends_are_amazes(height, width, see, js):
 
 
 def test_no_two_observations_have_one_key(js):
-    """Of agents everywhere in 100 levels, in walls too, which makes more of them."""
+    """Agents are everywhere in 100 levels, even in walls, which gives more observations."""
     observations, keys, most = js("""(mazes => {
         const seen = new Set(), keys = new Set();
         for (const {level} of mazes.map(maze_from_text)) {
@@ -154,7 +154,7 @@ def test_the_solver_is_amazes_and_its_way_can_be_walked(js):
 
 
 def test_edits_and_random_levels_have_amazes_statistics(js):
-    """Walls, and how many goals and agents move, of 2,000 levels: equal but for chance."""
+    """Walls, agents and goals of 2,000 levels have equal means and deviations, up to chance."""
     level = amaze.sample_level(jax.random.key(3), height=8, width=6, n_walls=20)
     one = texts(jax.tree.map(lambda x: x[None], level))[0]
     rngs = jax.random.split(jax.random.key(0), 2000)
@@ -209,7 +209,7 @@ def test_a_maze_is_a_text_and_back(js):
 
 @cache
 def random_agent(name, seed=0):
-    """Its network, and parameters that all matter."""
+    """A random agent: config, train, network, and parameters which all have an effect."""
     config = dr.Config(**TINY | CORES[name])
     shapes = config.rnn, config.hidden_size, config.s5_layers, config.s5_norm
     train, rng = dr.make_train(config), np.random.default_rng(seed)
@@ -222,7 +222,7 @@ def random_agent(name, seed=0):
 
 
 def as_run(folder, name, seeds=1):
-    """A Run of random agents, as evaluate.py reads them."""
+    """A Run of random agents, such as evaluate.py loads."""
     config, train, _, params = random_agent(name)
     folder.mkdir(exist_ok=True)
     settings = {"rnn": config.rnn, "s5_norm": config.s5_norm, "script": "dr.py"}
@@ -234,7 +234,7 @@ def as_run(folder, name, seeds=1):
 
 @pytest.mark.parametrize("name", CORES)
 def test_logits_and_values_are_flaxs(name, tmp_path, js):
-    """150 steps on each of four levels, in episodes of at most 60: a carry is kept and reset."""
+    """150 steps on each of four levels; episodes have at most 60 steps, so carries are reset."""
     _, train, network, params = random_agent(name)
     levels, T = draw(4, 7, 7, seed=4), 150
     actions = np.random.default_rng(0).choice(7, (T, 4), p=[0.2, 0.2, 0.4, 0.05, 0.05, 0.05, 0.05])
@@ -300,7 +300,7 @@ def test_actions_are_drawn_by_their_probabilities(js):
 
 @pytest.mark.slow
 def test_solve_rates_are_evaluates(tmp_path, js):
-    """400 episodes on each of six mazes: rates and mean lengths equal but for chance."""
+    """400 episodes on each of six mazes: rates and mean lengths differ only by chance."""
     levels = draw(40, 4, 4, seed=8)
     far = np.flatnonzero(jax.vmap(amaze.solve)(levels).n_actions > 3)[:6]
     chosen = [jax.tree.map(lambda x: x[i : i + 1], levels) for i in far]
@@ -331,7 +331,7 @@ def test_solve_rates_are_evaluates(tmp_path, js):
 
 
 def call(capsys, monkeypatch, *arguments):
-    """evaluate.py's command line: (exit status, stdout, errors)."""
+    """Run evaluate.py's command line with --play: (exit status, stdout, errors)."""
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, arguments), "--play"])
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")  # as it is here
     with pytest.raises(SystemExit) as stop:
@@ -341,7 +341,7 @@ def call(capsys, monkeypatch, *arguments):
 
 
 def a_few_mazes(monkeypatch):
-    """Fewer test mazes: compiling them all takes longest."""
+    """Use fewer test mazes, since compiling all of them takes the longest."""
     few = "StandardMaze", "FourRooms", "MiniMaze", "TrivialMaze"
     some = lambda names, *rest: draw_mazes([name for name in names if name in few], *rest)
     monkeypatch.setattr(evaluate, "draw_mazes", some)
@@ -354,7 +354,7 @@ SMALL = [*SIZE, *"--hidden-size 8 --eval-interval 0 --log-interval 1 --seeds 2".
 
 @pytest.fixture(scope="module")
 def trained(tmp, train):
-    """Runs of dr.py and paired.py, two seeds of each."""
+    """Runs of dr.py and paired.py with two seeds each."""
     train("--out", tmp / "dr", *SMALL)
     train("--out", tmp / "paired", *SMALL, "--rnn", "gru", script=ROOT / "paired.py")
     return tmp / "dr", tmp / "paired"
@@ -430,7 +430,7 @@ def test_a_copy_that_plays_otherwise_is_refused(lie, trained, tmp_path, capsys, 
 
 @pytest.mark.parametrize("name", CORES)
 def test_a_network_with_other_parts_is_refused(name, tmp_path):
-    """Whoever made it: also dr.py itself, changed in its place."""
+    """Whichever script made it, even a dr.py that was changed in place."""
     run = as_run(tmp_path / "run", name)
     evaluate.demand_playable(run, evaluate.Arguments())
     parts = run.params["params"]
@@ -463,7 +463,7 @@ FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run -
 
 @pytest.fixture(scope="module", params=[1280, 390], ids="{} pixels".format)
 def browser(request, tmp_path_factory):
-    """A page of four random agents and two mazes, opened at this width."""
+    """A browser of this width that shows a page with four random agents and two mazes."""
     if not (CHROMIUM and DRIVER):
         pytest.skip("no Chromium with its driver (Debian: chromium, chromium-driver)")
     from selenium import webdriver
@@ -497,7 +497,7 @@ def wait_for(driver, condition):
 
 
 def drag(driver, *cells):
-    """The pointer over cells of the board."""
+    """Drag the pointer over cells of the board."""
     from selenium.webdriver import ActionChains
     from selenium.webdriver.common.by import By
 
@@ -518,7 +518,7 @@ def click(driver, name):
 
 @pytest.mark.slow
 def test_a_visitor(browser):
-    """Draws, moves, plays, walks, shares, and has 100 tries made."""
+    """A visitor draws, moves things, plays, watches walks, shares, and starts 100 episodes."""
     driver, run = browser.driver, browser.driver.execute_script
     assert run("return [walkers.length, name, playing]") == [3, "StandardMaze", False]
     assert run("return document.documentElement.scrollWidth") <= browser.width

@@ -1,4 +1,4 @@
-"""plr.py against a plain Python buffer and loops over episodes, after the papers' formulas."""
+"""plr.py against a plain Python buffer and loops over episodes, from the papers' formulas."""
 
 import sys
 from collections import Counter
@@ -47,7 +47,7 @@ def close(x, y, tolerance=1e-4):
 
 
 def names(level):
-    """A name for each of a batch of levels: equal where the levels are."""
+    """A name for each level of a batch; names are equal if the levels are."""
     fields = [np.asarray(x) for x in level]
     return [b"".join(x[i].tobytes() for x in fields) for i in range(len(fields[0]))]
 
@@ -63,14 +63,14 @@ def records(entries):
 
 
 def contents(buffer):
-    """The filled slots: level -> record. No level has two."""
+    """The filled slots: level -> record. No two slots have the same level."""
     filled = [(name, record) for name, full, record in records(buffer) if full]
     assert len(dict(filled)) == len(filled)
     return dict(filled)
 
 
 def probabilities(buffer, now, beta, rho):
-    """P = (1 - rho) P_S + rho P_C, with h = 1 / rank and staleness as c - C_i: level -> P."""
+    """P = (1 - rho) P_S + rho P_C, with h = 1 / rank and staleness c - C_i: level -> P."""
     ranked = sorted(buffer, key=lambda level: -buffer[level]["score"])
     h = {level: (1 / rank) ** (1 / beta) for rank, level in enumerate(ranked, 1)}
     c = {level: now - record["touched"] for level, record in buffer.items()}
@@ -81,7 +81,7 @@ def probabilities(buffer, now, beta, rho):
 
 
 def write(buffer, size, batch, now, beta, rho):
-    """Write a batch of records; how often known levels were updated, new ones let in or refused."""
+    """Write a batch of records -> how many levels were updated, inserted, refused and so on."""
     count = dict(updated=0, copied=0, inserted=0, evicted=0, refused=0, unfinished=0)
     new = {}
     for level in {level: 0 for level, _, _ in batch}:
@@ -119,7 +119,7 @@ def same_contents(buffer, reference):
 
 
 def episodes(batch, advantage, columns):
-    """Of each of the columns of a batch [T, B] its finished episodes, lists of (r_t, V_t, A_t)."""
+    """For each of the columns of a batch [T, B] its ended episodes, lists of (r_t, V_t, A_t)."""
     found = []
     for b in columns:
         column, episode = [], []
@@ -142,8 +142,8 @@ def mean(x):
 
 
 def outcomes(batch, advantage, levels, seen, best):
-    """Of each of the named levels: number of episodes, R_max (one for all copies of a level), mean
-    return and five scores; seen: the best return before, best: the optimal one."""
+    """For each named level: number of episodes, R_max (shared by copies of a level), mean return
+    and five scores. seen: the best return before; best: the optimal return."""
     number, found = batch.done.shape[1] // len(levels), []
     columns = [range(n * number, (n + 1) * number) for n in range(len(levels))]
     played = [episodes(batch, advantage, x) for x in columns]
@@ -168,7 +168,7 @@ def outcomes(batch, advantage, levels, seen, best):
 
 
 def plain_gae(reward, value, last_value, done, gamma, lam):
-    """Sum over k of (gamma lambda)^k delta_{t+k}, up to the episode's end, for one column."""
+    """Sum over k of (gamma lambda)^k delta_{t+k}, up to the end of the episode, for one column."""
     value = [*value, last_value]
     keep = [0.0 if d else 1.0 for d in done]
     delta = [reward[t] + gamma * value[t + 1] * keep[t] - value[t] for t in range(len(reward))]
@@ -198,8 +198,8 @@ class Cycle(NamedTuple):
 
 @cache
 def program(module, **changes):
-    """cycle(state, **floats, fresh=0, edits=0) -> Cycle; fresh, edits: numbers that change the
-    randomness of fresh levels or edits, and of nothing else. Returned with its train."""
+    """train, and cycle(state, **floats, fresh=0, edits=0) -> Cycle. The numbers fresh and edits
+    change the randomness of fresh levels or of edits, and nothing else."""
     config = module.Config(**(SMALL | changes))
     defaults = {name: getattr(config, name) for name in FLOATS} | {"fresh": 0, "edits": 0}
     train = module.make_train(config)
@@ -246,7 +246,7 @@ def initial(module, seed=3, **changes):  # with which mazes are solved from the 
 
 
 def play(module, cycles, state=None, floats=(), **changes):
-    """That many cycles of a training, from its start or a state."""
+    """Run a number of cycles of a training, from its start or from a state."""
     state, history = state or initial(module, **changes), []
     for _ in range(cycles):
         history.append(program(module, **changes)[1](state, **dict(floats)))
@@ -268,7 +268,7 @@ def parallel():
 
 
 def replayed(cycle):
-    """Whether the cycle's second block of N levels, or its only one, was in the buffer before."""
+    """Whether the cycle's second (or only) block of N levels was in the buffer before."""
     filled, n = contents(cycle.before.buffer), SMALL["num_envs"]
     blocks = [names(cycle.entries.level)[i : i + n] for i in (0, n)]
     known = {level in filled for level in blocks[1] or blocks[0]}
@@ -303,7 +303,7 @@ def empty_buffer(module, size):
 
 
 def random_entries(random, module, number, now):
-    """Levels of the world, perhaps several times, with random numbers."""
+    """Entries of random levels of the world, with repetition, and random numbers."""
     entries, (levels, codes) = empty_buffer(module, number), world()
     index = random.integers(0, len(codes), number)
     floats = lambda low: random.uniform(low, 1, number).astype(np.float32)
@@ -318,7 +318,7 @@ def random_entries(random, module, number, now):
 
 
 def random_buffer(random, number, now):
-    """A buffer with that many of its slots filled, anywhere."""
+    """A buffer in which this many slots, at random places, are filled."""
     buffer, (levels, codes) = empty_buffer(plr, K), world()
     index = random.permutation(len(codes))[:K]
     return buffer._replace(
@@ -400,7 +400,7 @@ def writer(module):
 
 
 def follow_random_batches(module, cycles):
-    """Random batches written to the module's buffer and to the plain one; what they did."""
+    """Write random batches to the module's buffer and to the plain one -> counts of events."""
     random, total = np.random.default_rng(0), {}
     buffer, reference = empty_buffer(module, K), {}
     for now in range(cycles):
@@ -423,7 +423,7 @@ def test_insertion_and_eviction():
 
 
 def full_buffer(score):
-    """A buffer with the given scores, and entries of other levels, none of them finished."""
+    """A full buffer with the given scores; entries of other levels, none of which has finished."""
     buffer, (levels, codes) = empty_buffer(plr, K), world()
     take = lambda start, number: jax.tree.map(lambda x: x[start : start + number], (levels, codes))
     level, code = take(0, K)
@@ -522,7 +522,7 @@ def test_find():
 
 
 def random_batch(random, steps, columns):
-    """A batch [T, B] with ragged episodes; the last column's does not end."""
+    """A batch [T, B] with ragged episodes; the last column has no end."""
     done = random.random((steps, columns)) < 0.25
     done[:, -1] = False
     reward = np.where(done & (random.random(done.shape) < 0.6), random.random(done.shape), 0)
@@ -585,7 +585,7 @@ def test_scores_by_hand():
 
 
 def failure_and_solve():
-    """A batch of two trajectories of one episode: a failure, a solve that returns 0.9; V = 0.3."""
+    """A batch of two trajectories, one episode each: a failure, and a return of 0.9; V = 0.3."""
     done = np.hstack([column(0, 0, 0, 1), column(0, 1, 0, 0)]) > 0
     reward = np.hstack([column(0, 0, 0, 0), column(0, 0.9, 0, 0)])
     return plr.Transition(None, None, None, None, np.full((4, 2), np.float32(0.3)), reward, done)
@@ -601,7 +601,7 @@ def test_copies_of_a_level_have_one_r_max():
 
 
 def slot_of_a_level_drawn_twice(module):
-    """The slot of a level that was drawn twice in a cycle: a failure and a first solve."""
+    """The slot of a level that was drawn twice in a cycle, with a failure and a first solve."""
     train = module.make_train(module.Config(**SMALL | dict(num_envs=2)))
     level, code = jax.tree.map(lambda x: jnp.asarray(x[:1].repeat(2, 0)), world())
     state, at = initial(module), jnp.arange(SMALL["buffer_size"]) == 7
@@ -627,8 +627,8 @@ def test_a_level_drawn_twice_is_scored_with_one_r_max():
 
 
 def simulated_student(random, p, trajectories, steps, max_steps):
-    """Trajectories of a student that solves the level in a few steps or else runs out of time, on
-    a level that restarts -> batch [T, B], whether the first episodes were solved [B]."""
+    """Trajectories of a student that solves its level in a few steps or else runs out of time,
+    where the level restarts -> batch [T, B], whether first episodes were solved [B]."""
     done = np.zeros((steps, trajectories), bool)
     reward, first = np.zeros(done.shape, np.float32), np.zeros(trajectories, bool)
     for b in range(trajectories):
@@ -683,7 +683,7 @@ def test_levels_are_written_with_the_score_that_was_chosen(parallel):
 
 @pytest.mark.parametrize("number", [3, 32, 1000])
 def test_rank_correlation_is_scipys(number):
-    """With ties, and of what is known of both; of a constant there is none."""
+    """With ties; only over pairs where both are known; NaN if one of them is constant."""
     random, correlation = np.random.default_rng(number), jax.jit(plr.rank_correlation)
     found = []
     for _ in range(30):
@@ -701,7 +701,7 @@ def test_rank_correlation_is_scipys(number):
 
 @pytest.mark.slow
 def test_what_is_logged_of_the_approximations_of_regret(parallel):
-    """Beside the plain scores of the levels of which an episode ended, ranked by scipy."""
+    """Compared with plain scores of levels with an ended episode, ranked by scipy."""
     shares = []
     for cycle in parallel:
         filled, level = contents(cycle.before.buffer), names(cycle.entries.level)
@@ -747,7 +747,7 @@ def test_gae_and_episode_sums():
 
 
 def follow(history, **mode):
-    """A training's scores and buffer, cycle after cycle, against the plain ones."""
+    """Check a training's scores and buffer, cycle after cycle, against the plain ones."""
     config, reference, returns = plr.Config(**mode), {}, {}
     for now, cycle in enumerate(history):
         levels = names(cycle.entries.level)
@@ -813,7 +813,7 @@ def test_plain_plr_learns_on_every_cycle():
 
 
 def check_logged(cycle, name, block):
-    """What is logged of a slice of the cycle's levels: of first episodes; NaN if of none."""
+    """Metrics of a slice of the cycle's levels are means over first episodes; NaN if none ended."""
     number, (level, stats) = len(cycle.slot), (cycle.entries.level, cycle.entries.stats)
     columns = np.arange(cycle.batch.done.shape[1]).reshape(number, -1)[block].ravel()
     first = [x[0] for x in episodes(cycle.batch, cycle.advantage, columns) if x]
@@ -885,7 +885,7 @@ def test_min_fill_delays_replay():
 
 
 def first_replay_of(module, **mode):
-    """The first cycle that replays, N = 8, where half of the buffer is 200 levels."""
+    """The first cycle that replays, with N = 8 and half of the buffer being 200 levels."""
     config = module.Config(num_envs=8, buffer_size=400, min_fill=0.5, replay_prob=1.0, **mode)
     replays = part(module.make_train(config), "replays")
     return np.asarray(jax.vmap(replays)(jnp.arange(40))).argmax()
@@ -906,7 +906,7 @@ def test_a_buffer_stays_warm_beyond_two_billion_levels(module):
 
 
 def gradient_updates(module, flags):
-    """PPO updates of a training of the default length, by the schedule."""
+    """The number of PPO updates in a training of default length, by its schedule."""
     config = module.parse(flags)
     replays = part(module.make_train(config), "replays")
     schedule = jax.jit(jax.vmap(replays))(jnp.arange(config.num_updates))
@@ -922,7 +922,7 @@ def test_default_length_makes_30_000_gradient_updates(flags):
 
 
 def check_an_empty_buffer(module, blocks, **changes):
-    """A warm cycle whose buffer has nothing to replay plays what a cold one does."""
+    """A warm cycle with nothing to replay in its buffer plays the same as a cold one."""
     state, n = initial(module, **changes), SMALL["num_envs"]
     state = state.replace(cycles=jnp.int32(1 if blocks > 1 else 3))  # after 8 or 12 of 16 levels
     cycle = partial(program(module, **changes)[1], state, replay_prob=1.0)
@@ -946,7 +946,7 @@ def test_an_empty_buffer_is_not_replayed(blocks):
 
 
 def check_a_free_slot_is_not_replayed(monkeypatch, module, state):
-    """The drawing, which adds floats up, may come to a slot of probability 0 by rounding."""
+    """Sampling adds up floats, so rounding may pick a slot of probability 0."""
     train, n = program(module)[0], SMALL["num_envs"]
     sample, fresh = part(train, "sample_replay", "sample_fresh")
     scored, slot = np.array(state.buffer.scored), np.arange(n)
@@ -1004,14 +1004,14 @@ def test_parallel_robust_learns_nothing_while_cold(parallel):
 
 
 def learned_from(cycle, columns):
-    """Whether it was those columns of the batch: by the variance that V explains in them."""
+    """Whether the cycle learned from these columns of the batch, by their explained variance."""
     advantage, value = cycle.advantage[:, columns], cycle.batch.value[:, columns]
     explained = 1 - advantage.var() / max((advantage + value).var(), 1e-8)
     return cycle.metrics["explained_variance"] == pytest.approx(explained, rel=1e-3)
 
 
 def other_levels(state):
-    """The state with every level of its buffer moved to another slot."""
+    """The state with each level of its buffer moved to another slot."""
     roll = lambda x: jnp.roll(x, 5, axis=0)
     buffer = state.buffer
     return state.replace(buffer=buffer._replace(level=jax.tree.map(roll, buffer.level)))
@@ -1051,7 +1051,7 @@ def test_parallel_plain_learns_from_the_second_block_only_and_also_while_cold():
 
 
 def learning_columns(module, **changes):
-    """Columns of the batches whose advantages a cycle takes, by tracing it: to score, to learn."""
+    """Numbers of columns of the batches that a cycle computes advantages for, found by tracing."""
     shapes, function = [], module.gae
 
     def gae(batch, *args):
@@ -1082,7 +1082,7 @@ def solo(module, seed, **changes):
 
 @pytest.fixture(scope="module")
 def vmapped():
-    """Eight trainings at once, from the keys 0 to 7."""
+    """Eight trainings at once, with the keys 0 to 7."""
     rngs = jax.vmap(jax.random.key)(jnp.arange(8))
     train = jax.vmap(plr.make_train(plr.Config(**SMALL)))
     return jax.jit(train)(rngs)
@@ -1115,7 +1115,7 @@ def test_all_seeds_have_one_schedule(vmapped):
 
 
 def products(lowered):
-    """Of each matrix product in a lowered program: (spans all T steps, sits in a conditional)."""
+    """Matrix products in a lowered program: {(spans all T steps, is inside a conditional)}."""
     module = lowered.compiler_ir("stablehlo")
     functions = {f.attributes["sym_name"].value: f for f in module.body.operations}
     found = []
@@ -1143,8 +1143,8 @@ def trainings(module, **changes):
 
 
 def command_line(module, at_once=None, **changes):
-    """The program that the command line makes for 8 seeds, lowered: in turn as on a CPU, or so
-    many at once as on others."""
+    """The lowered program of the command line for 8 seeds, which take turns as on a CPU, or run
+    at_once as on other devices."""
     config, in_turn = module.Config(**(SMALL | changes), seeds=8), jax.lax.map
     rows = {"seed": np.arange(8)}
     with patch.object(jax.lax, "map", lambda f, xs, **_: in_turn(f, xs, batch_size=at_once)):
@@ -1186,7 +1186,7 @@ def test_a_swept_replay_prob_gives_the_same_results():
 
 
 def sweeps_and_batches(module, **changes):
-    """Traces trainings that differ in every float, and cycles of states batched as a whole."""
+    """Trace trainings that differ in every float, and cycles of states batched as a whole."""
     config = module.Config(**SMALL | changes | dict(eval_interval=2, eval_suite="MiniMaze"))
     rngs = jax.random.split(jax.random.key(0), 3)
     swept = {name: jnp.linspace(0.1, 0.9, 3) for name in module.FLOATS}
@@ -1207,8 +1207,8 @@ def test_every_float_can_be_swept_and_every_state_batched(changes):
 
 
 def defaults(module, table):
-    """Config and PARALLEL have the published values of both modes, the command line starts from
-    them, and explicit values win."""
+    """Config and PARALLEL have the published values of both modes; the command line starts from
+    them, and flags override them."""
     assert module.parse([]) == module.Config()
     assert module.parse(["--parallel"]) == module.PARALLEL
     assert module.PARALLEL.parallel
@@ -1222,7 +1222,7 @@ def defaults(module, table):
 
 
 def length_without_robust(module):
-    """Every cycle learns: 30,000 of them, unless told otherwise."""
+    """If every cycle learns, there are 30,000 of them, unless a flag says otherwise."""
     assert module.parse(["--no-robust"]) == module.PLAIN
     assert not module.PLAIN.robust
     for flags in (["--no-robust"], ["--no-robust", "--parallel"]):
@@ -1243,7 +1243,7 @@ def test_published_defaults():
 
 
 def refused(module, name, value, allowed, **changes):
-    """make_train refuses a value in one line that names field, value and what is allowed."""
+    """make_train refuses a value in one line with the field, the value and what is allowed."""
     with pytest.raises(ValueError) as error:
         module.make_train(module.Config(**(SMALL | changes | {name: value})))
     message = str(error.value)

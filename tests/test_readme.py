@@ -1,4 +1,4 @@
-"""Recipes of README and examples: each diff changes a copy of its script, which trains."""
+"""Recipes of README and examples: each diff changes a copy of its script, and the copy trains."""
 
 import importlib.util
 import re
@@ -33,7 +33,7 @@ TINY = """--height 5 --width 5 --n-walls 6 --max-steps 12 --num-envs 8 --num-ste
 
 
 def hack(recipe, folder, name=""):
-    """The changed copy of a script, of that which the diff names or of another one."""
+    """A changed copy of the script that the diff names, or of another one."""
     if not shutil.which("patch"):
         pytest.skip("there is no `patch` here")
     script = f"{name}.py" if name else re.match(r"--- (\w+\.py)\n", read(f"{recipe}.diff"))[1]
@@ -46,7 +46,7 @@ def hack(recipe, folder, name=""):
 
 @pytest.mark.parametrize("recipe, name", [(k, x) for k, v in TARGETS.items() for x in v.split()])
 def test_a_diff_applies_exactly(recipe, name, tmp_path):
-    """What it removes goes and what it adds comes, above the mark."""
+    """Its removed lines go and its added lines come, above the mark of the command line."""
     before = (ROOT / f"{name}.py").read_text()
     after = hack(recipe, tmp_path, name).read_text()
     diff = read(f"{recipe}.diff").splitlines()[2:]
@@ -74,7 +74,7 @@ def load(path):
 
 @pytest.fixture
 def run(train):
-    """Rows of the log of a short run of a copy, where it lies alone."""
+    """The log's rows of a short run of a copy, which is alone in its folder."""
 
     def run(path, *args):
         said = train(*TINY, *args, "--out", "run", script=path, cwd=path.parent)
@@ -143,7 +143,7 @@ SMALL = dict(height=5, width=5, n_walls=6, max_steps=12, num_envs=8, num_steps=1
 
 @pytest.mark.slow
 def test_a_learned_distribution_over_the_buffer(tmp_path, run):
-    """Replay and updates of the logits, cycle by cycle, beside NumPy."""
+    """Replay probabilities and updates of the logits, cycle by cycle, compared with NumPy."""
     path = hack(REPLAY, tmp_path)
     module = load(path)
     train = module.make_train(module.Config(**SMALL))
@@ -166,7 +166,7 @@ def test_a_learned_distribution_over_the_buffer(tmp_path, run):
 
 @pytest.mark.slow
 def test_learning_from_the_best_quarter(tmp_path, run):
-    """The advantages that are learned from, by a metric of theirs, beside NumPy."""
+    """Only advantages of the best quarter are learned from, as a metric shows, by NumPy."""
     path, seen = hack(QUARTER, tmp_path), []
     module = load(path)
     plain = module.gae
@@ -190,7 +190,7 @@ def test_learning_from_the_best_quarter(tmp_path, run):
 
 @pytest.mark.slow
 def test_hope_for_what_was_never_solved(tmp_path, run):
-    """Its R_max in the score alone: what the buffer is told is what was seen."""
+    """The hoped-for R_max is only in the score; the buffer keeps the best return seen."""
     path = hack(OPTIMISTIC, tmp_path)
     module = load(path)
     done = np.array([[0, 1, 0], [1, 0, 0], [0, 0, 1]], bool)
@@ -213,7 +213,7 @@ SMALL = dict(
 
 
 def played(path, score):
-    """The script, its parts, a state, levels and what was played on them [T, B]."""
+    """The script, its config and parts, a state, levels, and a rollout on them [T, B]."""
     module = load(path)
     config = module.Config(**SMALL, score=score)
     parts = module.make_train(config).parts
@@ -227,8 +227,8 @@ def played(path, score):
 
 @pytest.mark.slow
 def test_traced(tmp_path, run):
-    """2506.19997: difficulty is positive value loss and the transition's error; a level is worth
-    also what those after it have gained. Beside plain loops."""
+    """2506.19997: difficulty is positive value loss plus the transition error; a level's score also
+    counts what later levels have gained. Compared with plain loops."""
     path = hack(TRACED, tmp_path)
     module, config, parts, state, levels, batch, last = played(path, "traced")
     predicted = np.random.default_rng(0).random(batch.obs.image.shape, np.float32)
@@ -276,7 +276,7 @@ def test_traced(tmp_path, run):
 
 @pytest.mark.slow
 def test_value_disagreement(tmp_path, run):
-    """2006.09641: the spread of several values where a level begins; each learns from itself."""
+    """2006.09641: the spread of several values at a level's start; each has its own targets."""
     path = hack(DISAGREEMENT, tmp_path)
     module, config, parts, state, levels, batch, last = played(path, "value_disagreement")
     value, reward, done = map(np.asarray, (batch.value, batch.reward, batch.done))

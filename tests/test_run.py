@@ -39,7 +39,7 @@ LOSSES = "policy_loss value_loss total_loss entropy approx_kl grad_norm param_no
 
 @pytest.fixture(scope="module")
 def whole(tmp, train):
-    """A run that nothing stopped."""
+    """An uninterrupted run."""
     train(*LONG, "--out", tmp / "whole")
     return tmp / "whole"
 
@@ -90,7 +90,7 @@ def test_logs(whole):
 
 @pytest.mark.parametrize("name", ["dr", "sfl"])
 def test_curves_are_means_of_what_seeds_have_at_an_update(monkeypatch, tmp_path, name):
-    """Whose env_steps differ where only the steps of episodes count."""
+    """Seeds differ in env_steps if only the steps of episodes count."""
     module, drawn = importlib.import_module(name), []
     monkeypatch.setattr(module, "write", lambda path, save: drawn.append(save.func.__self__))
     rows = ["update,env_steps,seed,train_solve_rate,eval_solve_rate"]
@@ -125,7 +125,7 @@ def test_killed_at_any_moment(tmp, whole, launch, train):
 
 @pytest.fixture(scope="module")
 def stopped(tmp, launch):
-    """A run stopped by SIGINT, resumed as it says, and stopped by SIGTERM; what the two said."""
+    """A run stopped by SIGINT, resumed as printed, and stopped by SIGTERM; the two outputs."""
     folder, args, said = tmp / "stopped", [*LONG, "--out", tmp / "stopped"], []
     for update, number in ((30, signal.SIGINT), (100, signal.SIGTERM)):
         said.append(interrupt(launch(*args), folder, update, number))
@@ -159,7 +159,7 @@ def test_stopped_and_resumed_equals_uninterrupted(tmp, stopped, whole, train):
 
 
 def test_names_of_other_libraries():
-    """Each is of one field here, none of a field's own name, and those of plr.py are answered."""
+    """Each name is given for one field only and is no field's own name; plr.py's get an answer."""
     names = [name for theirs in dr.OTHER_NAMES.values() for name in theirs.split()]
     assert len(names) == len({*names}) > 40
     known = {
@@ -186,7 +186,7 @@ def test_a_million():
 
 
 def test_what_an_environment_lacks_is_named(monkeypatch, capsys):
-    """In one line, before anything is compiled."""
+    """The message is one line, before anything is compiled."""
     monkeypatch.delattr(plr.amaze, "sample_solvable")
     with pytest.raises(plr.BadConfig, match="solvable_only = True: allowed is False: amaze has no"):
         plr.check(plr.FAST)
@@ -202,7 +202,7 @@ def test_what_an_environment_lacks_is_named(monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["checkpoint.msgpack", "logs.csv"])
 def test_a_full_disk_leaves_the_last_checkpoint(tmp, stopped, call, train, whole, file):
-    """Files may not grow beyond a size, as if the disk were full."""
+    """A limit on the size of files acts as a full disk."""
     folder = shutil.copytree(stopped[0], tmp / f"full_{len(file)}")
     log, checkpoint = ((folder / f).stat().st_size for f in ("logs.csv", "checkpoint.msgpack"))
     size = checkpoint - 1 if file == "checkpoint.msgpack" else log + 3000
@@ -229,7 +229,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp, stopped, call, train, whole
 
 
 def say(monkeypatch, capsys, *args, module=dr):
-    """dr.py's main in this process, on the devices that it has -> exit status, output."""
+    """Run dr.py's main in this process, with its devices -> exit status, output."""
     monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, args)])
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
     handler = signal.getsignal(signal.SIGINT)
@@ -401,7 +401,7 @@ def test_resume_refuses_another_run(monkeypatch, capsys, whole, args, field):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["walls", "rooms"])  # a metric less, and another one
 def test_resume_refuses_other_metrics(tmp, call, whole, name):
-    """All rows of logs.csv have the columns of its header."""
+    """All rows of logs.csv need the columns of its header."""
     (tmp / name).mkdir()
     line = "metrics |= {k: jnp.nanmean(x) for k, x in level_stats(levels).items()}"
     change = {"walls": "; metrics.pop('walls')", "rooms": " | {'rooms': lr}"}[name]
@@ -417,7 +417,7 @@ def test_resume_refuses_other_metrics(tmp, call, whole, name):
 
 @pytest.mark.slow
 def test_an_annealed_run_does_not_go_on(monkeypatch, capsys, tmp_path, whole):
-    """Its learning rate went down over the updates that it was made for; the line says so."""
+    """Its learning rate was annealed over the original number of updates; the message says so."""
     stored = json.loads((whole / "config.json").read_text()) | {"anneal_lr": True}
     (tmp_path / "config.json").write_text(json.dumps(stored))
     status, line = say(monkeypatch, capsys, "--resume", "--num-updates", 400, "--out", tmp_path)
@@ -428,7 +428,7 @@ def test_an_annealed_run_does_not_go_on(monkeypatch, capsys, tmp_path, whole):
 
 @pytest.mark.parametrize("name", ["dr", "plr", "accel", "paired", "sfl"])
 def test_a_preset_is_where_flags_start(name):
-    """What else is given wins, in any order; the first preset counts if there are two."""
+    """Other flags override it, in any order; of two presets the first one in PRESETS counts."""
     module = importlib.import_module(name)
     assert module.parse([]) == module.Config()
     assert module.PRESETS["--fast"] == module.FAST
@@ -490,13 +490,13 @@ def test_resume_needs_a_run(monkeypatch, capsys, tmp_path, whole):
 
 
 def squeezed(text):
-    """Without what a table's frame and line breaks add."""
+    """The text without spaces and the lines of a table."""
     return re.sub(r"[\s│╭╮╰╯─]", "", text)
 
 
 @pytest.mark.parametrize("name", ["dr", "plr", "accel", "paired", "sfl"])
 def test_help(monkeypatch, capsys, name):
-    """The docstring as it stands; of each field its comment, choices and the value it will have."""
+    """The docstring unchanged; each field with its comment, choices and the value it will have."""
     module = importlib.import_module(name)
     about = dict(re.findall(r"(?m)^    (\w+): .*?  # (.*)", inspect.getsource(module.Config)))
     assert about.keys() == {f.name for f in fields(module.Config)}
@@ -546,14 +546,14 @@ UNSET = "os.environ.pop('JAX_COMPILATION_CACHE_DIR')"
 
 
 def programs(folder):
-    """Of each kind of machine, the programs that are kept there."""
+    """The compiled programs in a cache folder: {path: bytes}."""
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*-cache")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ["--seeds 2", "--shard levels"])
 def test_a_second_start_compiles_nothing_and_equals_the_first(tmp, train, options):
-    """Bit for bit, on two devices, resumed in the middle too; and one without a cache."""
+    """Bit for bit, on two devices, also resumed half way; and equal to a run without a cache."""
     folder = tmp / options.replace(" ", "_")
     env, args = {"XDG_CACHE_HOME": str(folder / "user")}, [*SHORT, *options.split()]
     start = partial(train, before=UNSET, devices=2)
@@ -573,7 +573,7 @@ def test_a_second_start_compiles_nothing_and_equals_the_first(tmp, train, option
 
 @pytest.mark.parametrize("name", ["dr", "evaluate"])
 def test_where_programs_are_kept(monkeypatch, tmp_path, capsys, name):
-    """In a folder for each kind of CPU; an unwritable one costs a line; the user's wins."""
+    """In a folder for each kind of CPU; a warning if it is unwritable; the user's setting wins."""
     module, own = importlib.import_module(name), jax.config.jax_compilation_cache_dir
     handler = signal.getsignal(signal.SIGINT)
     info, update = tmp_path / "cpuinfo", partial(jax.config.update, "jax_compilation_cache_dir")
@@ -697,7 +697,7 @@ def test_no_training_twice_in_a_sweep(number):
 
 @pytest.mark.slow
 def test_a_picture_that_cannot_be_written_is_made_again(tmp, sweep, call, train):
-    """The checkpoint comes after it; here a folder takes the picture's place."""
+    """The checkpoint is written after the picture; here a folder is in the picture's place."""
     folder = rewind(sweep, tmp / "no_picture", 8)
     picture = folder / "levels" / "update_12.png"
     picture.unlink()
@@ -715,7 +715,7 @@ def test_a_picture_that_cannot_be_written_is_made_again(tmp, sweep, call, train)
 
 @pytest.mark.slow
 def test_divergence(tmp, sweep, train):
-    """A training that has diverged is named once, logs nan, and the others go on."""
+    """A training that has diverged is printed once and logs nan; the others continue."""
     folder = tmp / "diverged"
     said = train(*SHORT, "--sweep", "lr=1e-2,1e38", "--out", folder)
     named = re.findall("^diverged at cycle 1: .*", said, re.MULTILINE)
@@ -731,7 +731,7 @@ def test_divergence(tmp, sweep, train):
 
 @pytest.mark.slow
 def test_all_trainings_diverge(tmp, call):
-    """After a checkpoint, which stays."""
+    """They diverge after a checkpoint, which stays."""
     lr = "lr = config.lr * "
     script = copy(tmp, "diverge", {lr: f"{lr}jnp.where(state.cycles == 6, 1e38, 1.0) * "})
     folder = tmp / "all_diverged"
@@ -755,7 +755,7 @@ def test_all_trainings_diverge(tmp, call):
 
 @pytest.mark.slow
 def test_a_new_float_is_swept(tmp, sweep, train):
-    """It is a field of Config, used in rollout; nothing else tells of it."""
+    """It is a field of Config and used in rollout; no other change is needed."""
     act = "action, log_prob, value = act(params, memory, obs, is_first, "
     changes = {
         "    n_walls: int": "    noise: float = 1.0  # of the student's actions\n    n_walls: int",
@@ -796,7 +796,7 @@ def make_train("""
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grad_updates", "rollouts"])
 def test_a_metric_is_missing(tmp, call, name):
-    """Of those that the command line needs: one line, before anything is compiled or written."""
+    """If the command line needs it: one line, before anything is compiled or written."""
     script = copy(tmp, f"no_{name}", {f'"{name}": cycles': f'"my_{name}": cycles'})
     folder = tmp / f"run_without_{name}"
     status, out, err = call(*SHORT, "--out", folder, script=script)
@@ -813,7 +813,7 @@ def test_a_metric_is_missing(tmp, call, name):
 
 
 def wandb_records(path):
-    """Of a file that wandb writes offline: LevelDB's log format, after 7 bytes."""
+    """Records of a file that wandb writes offline: LevelDB's log format, after 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, record = path.read_bytes(), 7, b""
@@ -831,7 +831,7 @@ def wandb_records(path):
 
 @pytest.mark.slow
 def test_track_wandb(tmp, sweep, train):
-    """A run for each row, in a group, with its configuration and its rows of logs.csv."""
+    """Each row has a run, in one group, with its configuration and its rows of logs.csv."""
     folder = tmp / "tracked"
     env = {f"WANDB_{x}_DIR": str(tmp / "wandb") for x in ("CONFIG", "CACHE", "DATA")}
     env |= {"WANDB_MODE": "offline", "PYTHONPATH": "", "WANDB_PROJECT": "mine"}
@@ -890,5 +890,5 @@ def test_tracker_is_not_installed(monkeypatch, capsys, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_is_imported_only_when_asked_for(call, name):
-    """In all runs here, `launch` puts another module in its place, which ends who imports it."""
+    """`launch` puts a module in the tracker's place that ends any run which imports it."""
     assert call(f"import {name}", script="-c") == (1, "", f"{name} is imported\n")

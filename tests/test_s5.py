@@ -21,7 +21,7 @@ apply = {norm: jax.jit(s5.S5(**SIZES, norm=norm).apply) for norm in ("after", "b
 
 
 def is_first():
-    """Sequences that reset at the first step, in the middle, at the last step, and never."""
+    """Sequences with resets at the first step, in the middle, at the last step, and without any."""
     first = np.zeros((T, N), bool)
     first[0, 0] = first[5, 1] = first[6, 1] = first[T - 1, 2] = True
     return first
@@ -29,7 +29,7 @@ def is_first():
 
 @lru_cache
 def example(norm="after"):
-    """Parameters moved off their initial values, a carry that is not zero, inputs."""
+    """Parameters away from their initial values, a carry that is not zero, inputs."""
     random = np.random.default_rng(0)
     net = s5.S5(**SIZES, norm=norm)
     xs = random.normal(size=(T, N, D_IN)).astype(np.float32)
@@ -39,7 +39,7 @@ def example(norm="after"):
 
 
 def reference(params, carry, xs, first, norm):
-    """The paper's equations, one step after another, in complex float64 numbers."""
+    """The paper's equations, step by step, in complex numbers of float64."""
 
     def layer_norm(p, u):
         mean = u.mean(-1, keepdims=True)
@@ -94,7 +94,7 @@ def test_learning_acting_and_float64_numpy_agree(norm):
 
 @pytest.mark.slow
 def test_gradients_equal_those_of_the_sequential_form():
-    """Along random directions in parameters, carry and inputs, by central differences."""
+    """Along random directions of parameters, carry and inputs, by central differences."""
     params, carry, xs = example()
     random = np.random.default_rng(0)
     weight = random.normal(size=(T, N, SIZES["d_model"]))
@@ -172,7 +172,7 @@ def published():
 
 @pytest.mark.parametrize("size", [1, 2, 50, 67])
 def test_any_hidden_size(size):
-    """Complex states come in blocks of two halves; the scripts round their number."""
+    """Complex states come in blocks of two halves; the scripts round the number of states."""
     core, x = dr.make_core("s5", size, 1, "none"), jnp.zeros((3, 2, 5))
     inputs = core.initial_carry(2), x, jnp.zeros((3, 2), bool)
     y = jax.eval_shape(lambda: core.init_with_output(jax.random.key(0), *inputs)[0][1])
@@ -187,7 +187,7 @@ def test_published_number_of_parameters():
 
 
 def test_initial_values():
-    """B, C are lecun-normal in the basis of HiPPO-LegS and real; D ~ N(0, 1); Delta log-uniform."""
+    """B, C are lecun-normal and real in the basis of HiPPO-LegS; D ~ N(0, 1); Delta log-uniform."""
     layers = [published()[f"S5Layer_{i}"] for i in range(2)]
     V = np.kron(np.eye(2), s5.hippo_legs(128)[1])
     complex_ = lambda x: np.asarray(x[0]) + 1j * np.asarray(x[1])
@@ -208,7 +208,7 @@ def test_initial_values():
 
 @pytest.mark.slow
 def test_long_sequences_stay_finite():
-    """Values and gradients over 4,096 steps, even where learning pushed eigenvalues over zero."""
+    """Values and gradients over 4,096 steps, even if eigenvalues learned positive real parts."""
     net = s5.S5(**LONG)
     xs = jax.random.normal(jax.random.key(0), (4096, 2, D_IN))
     first = jnp.zeros((4096, 2), bool)
@@ -240,7 +240,7 @@ def test_state_carried_over_chunks_equals_one_long_pass():
 
 @pytest.mark.slow
 def test_a_batch_of_seeds_equals_each_seed_alone():
-    """Initialisation, values and gradients under vmap, parameters and all."""
+    """Initialisation, values and gradients, with everything vmapped, including parameters."""
     net = s5.S5(**SIZES, n_layers=1)
     carry, xs = net.initial_carry(N), example()[2]
 

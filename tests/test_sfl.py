@@ -1,4 +1,4 @@
-"""sfl.py against plain NumPy: what is learnable, when the buffer changes, what is counted."""
+"""sfl.py compared with plain NumPy: learnability, when the buffer changes, what is counted."""
 
 import itertools
 from dataclasses import replace
@@ -25,14 +25,14 @@ CANDIDATES, COPIES, K, T, N = 48, 5, 12, test_plr.T, 8
 
 @cache
 def program(cycles, config=SMALL):
-    """`update` of a number of cycles, compiled; 0: `init`."""
+    """Compiled `update` for a number of cycles; compiled `init` for 0."""
     train = sfl.make_train(config)
     return jax.jit(lambda state: train.update(state, cycles)) if cycles else jax.jit(train.init)
 
 
 @cache
 def history():
-    """States before and after each of seven cycles, and their metrics."""
+    """States before and after each of seven cycles, and the metrics."""
     states, metrics = [program(0)(SEED)], []
     for _ in range(7):
         state, row = program(1)(states[-1])
@@ -42,7 +42,7 @@ def history():
 
 
 def names(levels):
-    """One text for each level."""
+    """A text for each level."""
     fields = [np.asarray(x).reshape(len(levels.agent_dir), -1) for x in levels]
     return ["".join(map(str, np.concatenate(row).astype(int))) for row in zip(*fields)]
 
@@ -52,8 +52,8 @@ def names(levels):
 
 @cache
 def scored(score="learnability"):
-    """A choice among candidates whose episodes a rule decides: the buffer, its metrics, and what
-    was played, as it was played. A solved episode of it has a return of 0.6."""
+    """Score candidates whose episodes follow a rule, with a return of 0.6 if solved -> the new
+    state, metrics, and what the rule played: levels, numbers of solved episodes, steps."""
     seen = []
 
     def ruled(rng, params, queues):
@@ -84,7 +84,7 @@ def test_the_buffer_is_the_most_learnable_of_all_candidates():
 
 
 def test_the_buffer_is_of_the_most_regret_of_all_candidates():
-    """The best return, by networkx, less the mean; 0 of those out of reach or not played."""
+    """Regret is the best return, by networkx, minus the mean; 0 if unreachable or not played."""
     after, metrics, levels, won, _ = scored("oracle_regret")
     regrets, texts = [], names(levels)
     for level, times, played in zip(zip(*levels), won, levels.agent_pos[:, 0] > 0):
@@ -127,7 +127,7 @@ def test_scoring_counts_as_steps_of_the_environment():
 
 @pytest.mark.parametrize("most", [0, 50])
 def test_each_level_of_a_queue_is_played_in_turn_from_a_fresh_memory(most):
-    """By a plain loop over the episodes of each queue, with the same noise."""
+    """Compared with a plain loop over the episodes of each queue, with the same noise."""
     B, Q = 6, 3
     act = lambda h, noise: jnp.where(h % 3 == 0, sfl.amaze.FORWARD, jnp.argmax(noise))
 
@@ -189,8 +189,8 @@ def test_the_buffer_changes_every_score_interval_before_the_levels_are_chosen():
 
 
 def drawn(solve_rate, times=200):
-    """What is chosen, that many times, from a buffer whose levels were solved so: names of its
-    levels; of the levels drawn [times, N]; which are of the buffer [times, N]."""
+    """Choose levels many times from a buffer with these solve rates -> names of its levels; names
+    of the chosen levels [times, N]; which of those come from the buffer [times, N]."""
     score = sfl.learnability(jnp.asarray(solve_rate), COPIES)
     buffer = history()[0][1].buffer._replace(score=score, solve_rate=jnp.asarray(solve_rate))
     choose = part(sfl.make_train(SMALL), "choose_levels")
@@ -200,7 +200,7 @@ def drawn(solve_rate, times=200):
 
 
 def test_half_of_the_levels_are_drawn_uniformly_from_the_learnable_of_the_buffer():
-    """Seven slots of twelve; those that were never or always solved teach nothing."""
+    """Seven slots of twelve are learnable; levels that were never or always solved are not."""
     learnable, times = 7, 400
     known, chosen, of_buffer = drawn([0.4, 0.6, 0.4, 0.2, 0.8, 0.2, 0.8, 1, 0, 1, 0, 0], times)
     assert len({*known}) == K
@@ -223,7 +223,7 @@ def test_a_buffer_without_a_learnable_level_is_not_drawn_from():
 
 @pytest.mark.parametrize("evals", [2, 5, 10, 41, 49, 128])
 def test_learnability_tells_always_from_nearly_always(evals):
-    """In float32, as mean(1) makes the rates: 49 * (1 / 49) is not 1."""
+    """In float32, with rates from mean(1), where 49 * (1 / 49) is not 1."""
     won = np.arange(evals + 1)
     rate = jax.jit(lambda x: (x < 1).mean(1))(won[:, None] <= np.arange(evals)).astype(float)
     found = np.asarray(sfl.learnability(1 - rate, evals))
@@ -261,7 +261,7 @@ def test_solve_rates_of_random_and_buffer_levels_are_logged_apart():
 
 
 def test_a_level_that_has_ended_is_restarted():
-    """Each episode of a trajectory opens as its first."""
+    """Each episode of a trajectory starts as the first one does."""
     rollout = "        batch, last_value = rollout(rng_rollout, state.student.params, queue)\n"
     spy = "        jax.debug.callback(note, batch.obs, batch.is_first)\n"
     opened = []
@@ -355,7 +355,7 @@ def test_fewer_candidates_than_are_played_at_once():
 
 
 def test_the_steps_of_most_candidates_fit_an_int32():
-    """With those that are left from the scoring before, fewer than a batch."""
+    """This includes steps left over from the previous scoring, fewer than those of a batch."""
     config = replace(SMALL, max_steps=4, candidate_evals=2, num_candidates=2**31 - 1)
     with pytest.raises(sfl.BadConfig, match="num_candidates") as refused:
         sfl.make_train(config)
@@ -365,7 +365,7 @@ def test_the_steps_of_most_candidates_fit_an_int32():
 
 
 def test_published_defaults():
-    """2408.15099, for the maze."""
+    """The values of 2408.15099 for the maze."""
     config = sfl.Config()
     steps = config.num_updates * config.num_envs * config.num_steps
     assert abs(steps - 3e8) < config.num_envs * config.num_steps

@@ -1,4 +1,4 @@
-"""The scripts are siblings: whatever two of them share is the same in text and in order."""
+"""The scripts are siblings: whatever two of them share has the same text and the same order."""
 
 import ast
 import re
@@ -49,7 +49,7 @@ def halves(name):
 
 @cache
 def definitions(name):
-    """Functions and classes of the upper half, at the top and inside make_train: name -> text."""
+    """Functions and classes above the command line, also those in make_train: name -> text."""
     lines, found = halves(name)[0].splitlines(), {}
 
     def visit(nodes):
@@ -69,7 +69,7 @@ def definitions(name):
 
 
 def statements(name):
-    """What else stands at the top of the upper half, but imports: name or call -> texts."""
+    """Other top-level statements above the command line, except imports: name or call -> texts."""
     found = {}
     for node in ast.parse(halves(name)[0]).body[1:]:  # without the docstring
         if isinstance(node, ast.Assign | ast.Expr):
@@ -89,7 +89,7 @@ def test_the_command_line_is_the_same(name):
 
 @pytest.mark.parametrize("first, second", PAIRS)
 def test_shared_definitions_are_the_same(first, second):
-    """All but those in DIFFER; and those do differ, else they need not be listed."""
+    """Except for those in DIFFER, which must differ, since otherwise they need not be listed."""
     one, other = definitions(first), definitions(second)
     names, same_names = shared(one, other)
     assert names == same_names  # the order too
@@ -98,7 +98,7 @@ def test_shared_definitions_are_the_same(first, second):
 
 @pytest.mark.parametrize("first, second", PAIRS)
 def test_shared_statements_are_the_same(first, second):
-    """All but a method's presets."""
+    """Except for a method's presets."""
     one, other = statements(first), statements(second)
     names, same_names = shared(one, other)
     assert names == same_names
@@ -123,7 +123,7 @@ def test_shared_fields_have_the_same_order(first, second):
 
 @pytest.mark.parametrize("name", FILES)
 def test_imports(name):
-    """Only the two files beside it, the allowed packages and the standard library."""
+    """Only the two modules beside a script, the allowed packages and the standard library."""
     roots = set()
     for node in ast.walk(ast.parse(source(name))):
         if isinstance(node, ast.Import):
@@ -149,7 +149,7 @@ def test_number_of_lines(name):
 
 
 def test_the_command_line_is_plain():
-    """Short lines, short functions, none with ten jobs."""
+    """Lines are short on average, and no function is long."""
     lines = halves("dr")[1].splitlines()
     assert sum(map(len, lines)) / len(lines) <= WIDTH
     for node in ast.walk(ast.parse(halves("dr")[1])):
@@ -160,7 +160,7 @@ def test_the_command_line_is_plain():
 
 @pytest.mark.parametrize("name", [*FILES, "evaluate"])
 def test_script_metadata_is_requirements_txt(name):
-    """What `uv run` installs (PEP 723), at the end of the file."""
+    """What `uv run` installs (PEP 723) is at the end of the file."""
     block = r"(?m)^# /// ([a-zA-Z0-9-]+)$\s((?:^#(?:| .*)$\s)+)^# ///$"  # as in PEP 723
     [(kind, content)] = re.findall(block, source(name))
     assert kind == "script"
@@ -171,7 +171,7 @@ def test_script_metadata_is_requirements_txt(name):
 
 
 def test_constraints_pin_what_the_requirements_bring():
-    """Each version that a first install needs, within the bounds, and nothing else."""
+    """Every package of a first install is pinned, within its bounds, and no other package."""
     number = lambda text: [int(x) for x in text.split(".")]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = [re.fullmatch(r"([a-z0-9-]+)==([0-9a-z.]+)", x) for x in lines if x[0] != "#"]
