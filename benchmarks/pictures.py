@@ -163,6 +163,23 @@ def draw_differences():
     return figure
 
 
+REGRET = {  # run by the true regret, or by another score: the run that it is compared with
+    "PLR": ("plr_3300_oracle", "plr_3300"),
+    "SFL": ("sfl_oracle", "sfl"),
+    "PAIRED": ("paired_oracle", "paired"),
+}
+
+
+def draw_regret():
+    figure, [axis] = new(1.4 + 0.75 * len(REGRET))
+    series = {SUITES[s]: [difference(*x, s) for x in REGRET.values()] for s in SUITES}
+    forest(axis, list(REGRET), series)
+    label = "solve rate by the true regret less by the method's own score\n(95% interval)"
+    axis.set_xlabel(label, fontsize=11)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=11)
+    return figure
+
+
 def draw_averaging():
     runs = {"accel": "ACCEL", "sfl": "SFL", "plr": "PLR", "dr": "DR", "paired": "PAIRED",
             "plr_3300": "PLR, 5 min,\nconstant rate"}  # fmt: skip
@@ -277,6 +294,7 @@ def draw_other():
 TABLES = "results/*/dcd.csv", "results/*/families.csv"
 PICTURES = {  # name: the function that draws it, the files that it reads
     "differences": (draw_differences, TABLES),
+    "regret": (draw_regret, TABLES),
     "length": (draw_length, (*TABLES, "results/plr*/tables.txt", "results/records.csv")),
     "mazes": (draw_mazes, (*TABLES, "results/baselines.csv")),
     "averaging": (draw_averaging, (*TABLES, "search/last_parameters.csv")),

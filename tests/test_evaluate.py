@@ -801,7 +801,7 @@ LIES = {
     "a FIFO": (replace_by(os.mkfifo), "no file"),
     "another network": (lambda run, mark: change_config(run, hidden_size=16), "kernel"),
     "another core": (lambda run, mark: change_config(run, rnn="lstm"), "not of config.json"),
-    "an unknown setting": (lambda run, mark: change_config(run, humour=1), "humour"),
+    "an unknown setting": (lambda run, mark: change_config(run, humour=1), "does not know humour"),
     "a bad value": (lambda run, mark: change_config(run, rnn="transformer"), "lstm | gru"),
     "a wrong type": (lambda run, mark: change_config(run, hidden_size="8"), "hidden_size"),
     "no config": (lambda run, mark: (run / "config.json").unlink(), "config.json"),
