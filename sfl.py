@@ -1113,7 +1113,7 @@ def check_log(path, last):
     """Raise BadConfig if logs.csv lacks rows of the checkpoint `last`, unless it is empty."""
     size, checksum = last["log_bytes"], last["log_checksum"]
     there = path.stat().st_size if path.is_file() else -1
-    has_rows = there >= size and checksum_of(path, size) == checksum
+    has_rows = size == 0 or (there >= size and checksum_of(path, size) == checksum)
     if there != 0 and not has_rows:
         allowed = f"all {size} bytes of them, or an empty file to go on without"
         raise BadConfig(f"{path} lacks the rows of this checkpoint: allowed are {allowed}")
