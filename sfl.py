@@ -704,12 +704,12 @@ def make_train(config, devices=1):
         return jax.lax.scan(cycle, state, None, length=cycles)
 
     def show(state):
-        """Random levels of the next cycle, and the most learnable: {title: (levels, captions)}."""
+        """Random levels of the next cycle, and the buffer's best: {title: (levels, captions)}."""
         levels = choose_levels(cycle_rngs(state)[1], state.buffer)[0]
         levels = jax.tree.map(lambda x: x[half : half + 32], levels)
         best = jax.tree.map(lambda x: x[:32], state.buffer)
-        best = best.level, {"p": best.solve_rate}
-        return {"fresh": (levels, level_stats(levels)), "most learnable": best}
+        best = best.level, {"score": best.score, "p": best.solve_rate}
+        return {"fresh": (levels, level_stats(levels)), "best of the buffer": best}
 
     def train(rng):
         return update(init(rng), config.num_updates)

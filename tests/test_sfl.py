@@ -282,9 +282,10 @@ def test_a_level_that_has_ended_is_restarted():
 def test_show_gives_the_random_levels_of_the_next_cycle_and_the_buffer():
     before = history()[0][1]
     shown = jax.jit(sfl.make_train(SMALL).show)(before)
-    best, captions = shown["most learnable"]
+    best, captions = shown["best of the buffer"]
     assert names(best) == names(before.buffer.level)
     assert captions["p"].tolist() == before.buffer.solve_rate.tolist()
+    assert captions["score"].tolist() == before.buffer.score.tolist()
     cycle_rngs, choose_levels = part(sfl.make_train(SMALL), "cycle_rngs", "choose_levels")
     levels, of_buffer = choose_levels(cycle_rngs(before)[1], before.buffer)
     assert names(shown["fresh"][0]) == names(jax.tree.map(lambda x: x[~of_buffer], levels))
