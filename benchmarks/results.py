@@ -42,6 +42,7 @@ RATES = "--eval-interval 150 --log-interval 50 --archive-interval 250"
 FAST = {name: f"{name}.py --fast {RATES}" for name in ("accel", "plr", "sfl", "dr", "paired")}
 QUICK = f"plr.py --fast --no-anneal-lr {RATES} --num-updates"  # aims at 0.80 and 0.90 of dcd's
 FAST |= {f"plr_{n}": f"{QUICK} {n}" for n in (1650, 3300)}
+FAST |= {f"{name}_oracle": f"{FAST[name]} --score oracle_regret" for name in ("plr", "accel")}
 METHODS = {  # name: script and options; for S5 the published ones
     "accel": "accel.py",
     "plr": "plr.py",
