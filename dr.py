@@ -153,8 +153,8 @@ def on_gpu():
 
 
 def scan(step, carry, xs, reverse=False):
-    """jax.lax.scan, on a GPU unrolled by four: a quarter of the CUDA graphs, half of the copies."""
-    return jax.lax.scan(step, carry, xs, reverse=reverse, unroll=4 if on_gpu() else 1)
+    """jax.lax.scan, on a GPU unrolled by eight: an eighth of the CUDA graphs, fewer copies."""
+    return jax.lax.scan(step, carry, xs, reverse=reverse, unroll=8 if on_gpu() else 1)
 
 
 @jax.custom_vjp
