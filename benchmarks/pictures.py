@@ -168,6 +168,9 @@ REGRET = {  # run by the true regret, or by another score: the run that it is co
     "SFL": ("sfl_oracle", "sfl"),
     "PAIRED": ("paired_oracle", "paired"),
 }
+APPROXIMATED = {"PLR": "plr_3300_traced"}  # panel: the run whose log has the rank correlations
+SCORES = {"l1_value_loss": "L1 value loss", "max_mc": "max_mc", "traced": "TRACED",
+          "positive_value_loss": "positive value loss"}  # fmt: skip
 
 
 def draw_regret():
@@ -177,6 +180,33 @@ def draw_regret():
     label = "solve rate by the true regret less by the method's own score\n(95% interval)"
     axis.set_xlabel(label, fontsize=11)
     figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=11)
+    return figure
+
+
+def over_training(name, column):
+    """The cycles [C] of a run's log, and a column's mean over seeds [C] in each of them."""
+    seeds = {}
+    for row in read(RESULTS / name / "logs.csv"):
+        seeds.setdefault(int(row["update"]), []).append(float(row[column] or "nan"))
+    return [*seeds], np.array([np.mean(x) for x in seeds.values()])
+
+
+def draw_approximations():
+    figure, panels = new(1.4 + 2.6 * len(APPROXIMATED), len(APPROXIMATED), sharex=True, sharey=True)
+    for axis, (title, name) in zip(panels, APPROXIMATED.items()):
+        for i, (score, label) in enumerate(SCORES.items()):
+            if f"rank_correlation_{score}" in read(RESULTS / name / "logs.csv")[0]:
+                cycles, values = over_training(name, f"rank_correlation_{score}")
+                axis.plot(cycles, values, color=f"C{i}", lw=2, label=label)
+        cycles, values = over_training(name, "never_solved_regret_share")
+        axis.plot(cycles, values, "k:", lw=2, label="share of regret in\nlevels never solved")
+        axis.axhline(0, color="0.3", lw=1)
+        axis.set_title(title, fontsize=12)
+        axis.grid(alpha=0.3)
+    panels[-1].set_xlabel("cycle", fontsize=11)
+    figure.supylabel("rank correlation\nwith the true regret", fontsize=11)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2,
+                  frameon=False, fontsize=11)  # fmt: skip
     return figure
 
 
@@ -255,10 +285,10 @@ def draw_effects():
     return figure
 
 
-def cartpole():
-    """{run: {level: solve rates of seeds}}, with random levels averaged into one."""
+def of_levels(name):
+    """{run: {level: solve rates of seeds}} in figures/<name>.csv, random levels as one."""
     rates = {}
-    for row in read(HERE / "figures" / "cartpole.csv"):
+    for row in read(HERE / "figures" / f"{name}.csv"):
         level = "random physics" if row["level"].startswith("Random") else row["level"]
         seeds = rates.setdefault(row["run"], {}).setdefault(level, {})
         seeds.setdefault(row["seed"], []).append(float(row["solve_rate"]))
@@ -266,17 +296,25 @@ def cartpole():
             for run, levels in rates.items()}  # fmt: skip
 
 
-def draw_other():
-    figure, (poles, worlds) = new(7, 2, height_ratios=(3, 2))
-    for i, (run, levels) in enumerate(cartpole().items()):
+def draw_levels(axis, found):
+    """Draw {run: {level: solve rates of seeds}}: a row for each level, a colour for each run."""
+    for i, (run, levels) in enumerate(found.items()):
         for y, rates in enumerate(levels.values()):
-            at = y + 0.25 * (i - 1)
-            poles.plot(rates, np.full(len(rates), at), ".", color=f"C{i}", ms=5, alpha=0.5)
-            poles.plot(rates.mean(), at, "D", color=f"C{i}", ms=7, label=None if y else run.upper())
-    poles.set(yticks=range(len(levels)), ylim=(len(levels) - 0.5, -0.5))
-    poles.set_yticklabels(levels, fontsize=11)
+            at = y + 0.2 * (i - (len(found) - 1) / 2)
+            axis.plot(rates, np.full(len(rates), at), ".", color=f"C{i}", ms=5, alpha=0.5)
+            axis.plot(rates.mean(), at, "D", color=f"C{i}", ms=7, label=None if y else run.upper())
+    axis.set(yticks=range(len(levels)), ylim=(len(levels) - 0.5, -0.5), xlim=(-0.03, 1.03))
+    axis.set_yticklabels(levels, fontsize=11)
+
+
+def draw_other():
+    figure, (doors, poles, worlds) = new(9, 3, height_ratios=(5, 7, 5))
+    draw_levels(doors, of_levels("navix"))
+    doors.set_title("NAVIX's DoorKey: solve rate", fontsize=12)
+    draw_levels(poles, of_levels("cartpole"))
     poles.set_title("CartPole: solve rate (dots: seeds, diamonds: means)", fontsize=12)
-    figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=11)
+    figure.legend(*doors.get_legend_handles_labels(), loc="outside upper center", ncols=4,
+                  frameon=False, fontsize=11)  # fmt: skip
     table = [row for row in read(HERE / "figures" / "craftax.csv") if row["eval_return"]]
     for column, label in {"replay_return": "replayed worlds", "eval_return": "test worlds",
                           "fresh_return": "new worlds"}.items():  # fmt: skip
@@ -286,7 +324,7 @@ def draw_other():
     worlds.set_xlabel("million steps", fontsize=11)
     worlds.set_title("Craftax-Classic, PLR, one seed: return", fontsize=12)
     worlds.legend(fontsize=11, loc="lower right")
-    for axis in (poles, worlds):
+    for axis in (doors, poles, worlds):
         axis.grid(alpha=0.3)
     return figure
 
@@ -295,11 +333,15 @@ TABLES = "results/*/dcd.csv", "results/*/families.csv"
 PICTURES = {  # name: the function that draws it, the files that it reads
     "differences": (draw_differences, TABLES),
     "regret": (draw_regret, TABLES),
+    "approximations": (
+        draw_approximations,
+        tuple(f"results/{name}/logs.csv" for name in APPROXIMATED.values()),
+    ),
     "length": (draw_length, (*TABLES, "results/plr*/tables.txt", "results/records.csv")),
     "mazes": (draw_mazes, (*TABLES, "results/baselines.csv")),
     "averaging": (draw_averaging, (*TABLES, "search/last_parameters.csv")),
     "effects": (draw_effects, ("search/hacks.csv", "search/short.csv")),
-    "other": (draw_other, ("figures/cartpole.csv", "figures/craftax.csv")),
+    "other": (draw_other, tuple(f"figures/{x}.csv" for x in ("navix", "cartpole", "craftax"))),
 }
 
 

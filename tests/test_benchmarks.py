@@ -312,10 +312,13 @@ def unlearned(suite, maze, player):
     return float(row[player])
 
 
-def designs(mode, update, column):
-    rows = read(FIGURES / "paired_small.csv")
-    [row] = [row for row in rows if (row["mode"], row["update"]) == (mode, str(update))]
-    return float(row[column])
+def over_seeds(name, column, cycle):
+    """The mean over seeds of a column of a run's log in a cycle."""
+    return np.nanmean(logged(name, column, cycle))
+
+
+def correlation(score, cycle):
+    return over_seeds("plr_3300_traced", f"rank_correlation_{score}", cycle)
 
 
 def craftax(update, column):
@@ -390,9 +393,15 @@ def gained(name, suite="dcd"):
     return pictures.interval(pictures.averaging(name, suite))
 
 
+def navix(run, level=None):
+    """A run's mean solve rate on one kind of NAVIX's layouts, or on all."""
+    [levels] = [x for name, x in pictures.of_levels("navix").items() if name == run]
+    return np.mean([levels[level]] if level else [*levels.values()])
+
+
 def cartpole(level=None):
     """Each run's mean solve rate on a level (such as random physics), or on all corners."""
-    found = pictures.cartpole()
+    found = pictures.of_levels("cartpole")
     corners = lambda levels: [v.mean() for k, v in levels.items() if k != "random physics"]
     pick = lambda levels: levels[level].mean() if level else np.mean(corners(levels))
     return [pick(found[run]) for run in ("dr", "plr", "accel")]
@@ -465,14 +474,11 @@ RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmar
     "difference to PLR ({} with {}) and seems to help SFL ({} with {})":
         lambda: changed(pictures.plr_effects(), "solvable_only")
         + changed(pictures.sfl_effects(), "solvable_only"),
-    "value loss ({} with {}) and by playing a level again once its episode has ended ({} with {}); "
-    "its number of walls ({} with {}) and of minibatches ({} with {})": lambda: changed(
-        pictures.sfl_effects(), "vf_coef", "restart", "n_walls", "num_minibatches"),
+    "value loss ({} with {}) and by playing a level again once its episode has ended ({} with {}).":
+        lambda: changed(pictures.sfl_effects(), "vf_coef", "restart"),
     "PLR has {} of `families` with it and {} without ({} more, with a standard error of {})":
         lambda: [(x := searched("plr_bptt")).mean(), (y := searched("plr_f1")).mean(),
                  x.mean() - y.mean(), error_of_difference(x, y)],
-    "NCC paper ({}) and learning from the best quarter of the rollouts ({}, three":
-        lambda: [searched("plr_ncc").mean(), searched("plr_quarter").mean()],
     "JaxUED takes {} times as long for an update of DR as this project, and minimax {} times; for "
     "PLR it is {} and {}, for PAIRED minimax takes {} times": lambda: [
         trained("dr", library="jaxued", section="by-hand"), trained("dr", library="minimax"),
@@ -492,26 +498,32 @@ RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmar
     "one seed, {} million steps: the return grows from {} to {} on four fixed test worlds.":
         lambda: [craftax(250, "env_steps") / 1e6,
                  craftax(50, "eval_return"), craftax(250, "eval_return")],
-    "down to {} in cycle 80, until both students solve its designs, and then builds up to {} in":
-        lambda: [designs("paired", x, "walls") for x in (80, 500)],
-    "mazes of which {} can be solved": lambda: [designs("minimax", 500, "solvable")],
-    "| dr {}, plr replay {}, accel replay {} | met | | at least 1.25": lambda: [
-        trained(x, "x bare network") for x in ("dr", "plr replay cycle", "accel replay cycle")],
+    "SFL solves {} of five kinds of layouts, ACCEL {}, DR {} and PLR {}, with": lambda: [
+        navix(x) for x in ("sfl", "accel", "dr", "plr")],
+    "of the largest, DoorKey16, SFL solves {} and PLR {}.": lambda: [
+        navix(x, "DoorKey16") for x in ("sfl", "plr")],
+    "against the true regret ({} to {}), {} of which lies": lambda: [
+        max(x := [correlation(k, 150) for k in pictures.SCORES]), min(x),
+        over_seeds("plr_3300_traced", "never_solved_regret_share", 150)],
+    "ranks levels well ({}), `max_mc` and positive value loss less so ({}, {}), and TRACED wrongly "
+    "({}).": lambda: [correlation(x, 3300) for x in (
+        "l1_value_loss", "max_mc", "positive_value_loss", "traced")],
+    "with paths of {} cells where `max_mc` has {} and the true regret {}, and solves {} of "
+    "`families` after 3,300 cycles, {} [{}, {}] less than by `max_mc`, and of the hardest tenth "
+    "{}.": lambda: [
+        *(over_seeds(x, "replay_path_length", 3300)
+          for x in ("plr_3300_traced", "plr_3300", "plr_3300_oracle")),
+        mean("plr_3300_traced", "families")[0],
+        *less("plr_3300", "plr_3300_traced", "families"), worst("plr_3300_traced")],
     "| dr {}, plr {}, by hand |": lambda: [
         trained(x, library="jaxued", section="by-hand") for x in ("dr", "plr replay cycle")],
     "| dr {}, {}; plr replay {}, {} |": lambda: [
         trained(name, library=library) for name in ("dr", "plr replay cycle")
         for library in ("minimax", "minimax, no level metrics")],
-    "| {}, one round |": lambda: [trained("paired", library="minimax", section="paired")],
     "| dr {}, plr replay {}; dr {} by hand |": lambda: [
         *(trained(x, "x one seed, one device") for x in ("dr", "plr replay cycle")),
         trained("dr", "x one seed, one device", section="by-hand")],
-    "each at most 0.75 x the time of one | dr {}, plr replay {}, accel replay {} |": lambda: [
-        trained(x, "x one seed, one device", seeds=8)
-        for x in ("dr", "plr replay cycle", "accel replay cycle")],
     "| {} s |": lambda: [trained("plr", "s", section="compile")],
-    "| {}*, {}* |": lambda: [timed("env", "jaxued", "restart, N = 2048"),
-                             timed("env", "minimax", "new level, N = 2048")],
     "| {}, {}, {}; {}, {}, {} |": lambda: [
         f(x) for f in (lambda x: mean(x)[0], lambda x: extremes(x)[0])
         for x in ("accel", "plr", "sfl")],
