@@ -440,6 +440,9 @@ RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmar
     "no difference to SFL ({} [{}, {}] more": lambda: less("sfl_oracle", "sfl", "families"),
     "PAIRED without an antagonist, half as many cycles more, solves {} [{}, {}] more":
         lambda: less("paired_oracle", "paired", "families"),
+    "By value disagreement it solves {} and {}, by the L1 value loss {} and {},": lambda: [
+        f for x in ("plr_3300_value_disagreement", "plr_3300_l1")
+        for f in (mean(x, "families")[0], worst(x))],
     "ends with an entropy of {}, where chance has {}.": lambda: [
         logged("paired_oracle", "teacher_entropy", 2775).mean(), np.log(13**2)],
     "On Rings the four better methods solve {} to {}, on FourRooms {} to {}, and PLR solves {} of "
@@ -505,10 +508,10 @@ RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmar
     "against the true regret ({} to {}), {} of which lies": lambda: [
         max(x := [correlation(k, 150) for k in pictures.SCORES]), min(x),
         over_seeds("plr_3300_traced", "never_solved_regret_share", 150)],
-    "ranks levels well ({}), `max_mc` and positive value loss less so ({}, {}), and TRACED wrongly "
+    "ranks well ({}), `max_mc` and positive value loss less so ({}, {}), and TRACED wrongly "
     "({}).": lambda: [correlation(x, 3300) for x in (
         "l1_value_loss", "max_mc", "positive_value_loss", "traced")],
-    "with paths of {} cells where `max_mc` has {} and the true regret {}, and solves {} of "
+    "(paths of {} cells, where `max_mc` has {} and the true regret {}) and solves {} of "
     "`families` after 3,300 cycles, {} [{}, {}] less than by `max_mc`, and of the hardest tenth "
     "{}.": lambda: [
         *(over_seeds(x, "replay_path_length", 3300)
