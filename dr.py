@@ -403,7 +403,8 @@ def make_train(config, devices=1):
         inputs = jax.tree.map(lambda x: x[None], (obs, is_first))
         carry, policy, value = network.apply(params, carry, *inputs)
         action = jnp.argmax(policy.logits + noise, axis=-1)
-        return carry, action[0], policy.log_prob(action)[0], value[0]
+        log_prob = jnp.take_along_axis(policy.logits, action[..., None], axis=-1)  # one kernel less
+        return carry, action[0], log_prob[0, :, 0], value[0]
 
     def rollout(rng, params, queue):
         """T steps of E trajectories on each of N queues of levels [N, Q] -> batch [T, B], V(o_T)
@@ -473,8 +474,7 @@ def make_train(config, devices=1):
             changes, opt_state = optimiser(lr).update(grads, student.opt_state, student.params)
             params = optax.apply_updates(student.params, changes)
             student = student._replace(params=params, opt_state=opt_state)
-            norms = {"grad_norm": grads, "param_norm": student.params}
-            return student, metrics | {k: optax.global_norm(x) for k, x in norms.items()}
+            return student, metrics | {"grad_norm": optax.global_norm(grads)}
 
         rngs = jax.random.split(rng, config.update_epochs)
         order = jax.vmap(lambda rng: jax.random.permutation(rng, advantage.shape[1]))(rngs)
@@ -485,6 +485,7 @@ def make_train(config, devices=1):
             new, old = student.params, student.average_params
             average_params = optax.incremental_update(new, old, 4 / (ppo_updates + 3))
             student = student._replace(average_params=average_params)
+        metrics["param_norm"] = optax.global_norm(student.params)
         metrics["explained_variance"] = 1 - advantage.var() / jnp.maximum(target.var(), 1e-8)
         # in metrics NaN means "not measured", so any value that is not finite becomes inf
         finite = lambda x: jnp.where(jnp.isfinite(x), x, jnp.inf)

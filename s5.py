@@ -39,11 +39,13 @@ def times(a, x):
 def scan(Lambda_bar, keep, x, Bu, reverse=False):
     """x_k = keep_k Lambda_bar x_{k-1} + Bu_k for k = 1..T from x_0 = x [N, 2, P]: [T, N, 2, P].
 
-    A parallel scan (sec. 2.2, app. H) in about 3 sqrt(T) steps, for a constant Lambda_bar: T/L
+    A parallel scan (sec. 2.2, app. H) for a constant Lambda_bar, here in about 3 sqrt(T) steps: T/L
     chunks of L steps from zero, all at once; the state before each chunk; all chunks from there."""
     T = len(Bu)
     if T == 1:  # acting
         return keep * times(Lambda_bar, x) + Bu
+    if jax.default_backend() != "cpu":
+        return scan_by_fours(Lambda_bar, keep, x, Bu, reverse)
     L = next(n for n in range(int(T**0.5), 0, -1) if T % n == 0)
     keep = keep.reshape(T // L, L, *keep.shape[1:])                # [T/L, L, N, 1, 1]
     Bu = Bu.reshape(T // L, L, *Bu.shape[1:])                      # [T/L, L, N, 2, P]
@@ -64,13 +66,28 @@ def scan(Lambda_bar, keep, x, Bu, reverse=False):
         return x, jax.lax.dynamic_update_index_in_dim(xs, x, at(i), 1)
 
     one = jnp.zeros_like(Lambda_bar).at[0].set(1.0)
-    unroll = jax.default_backend() != "cpu"  # a GPU's time depends on the number of kernels
-    start = jnp.zeros_like(Bu[:, 0]), one
-    ends, power = jax.lax.fori_loop(0, L, step_from_zero, start, unroll=unroll)
+    ends, power = jax.lax.fori_loop(0, L, step_from_zero, (jnp.zeros_like(Bu[:, 0]), one))
     chunks = keep.prod(1), ends
-    _, x = jax.lax.scan(next_chunk, x, chunks, reverse=reverse, unroll=unroll)  # x before each
-    _, xs = jax.lax.fori_loop(0, L, step, (x, Bu), unroll=unroll)
+    _, x = jax.lax.scan(next_chunk, x, chunks, reverse=reverse)    # x before each chunk
+    _, xs = jax.lax.fori_loop(0, L, step, (x, Bu))
     return xs.reshape(T, *xs.shape[2:])
+
+
+def scan_by_fours(Lambda_bar, keep, x, Bu, reverse):
+    """scan for a GPU, whose time depends on the number of kernels: log4(T) passes, each one kernel.
+    Before a pass each x holds the sum over its last s steps, after it that over its last 4 s."""
+    if reverse:
+        return scan_by_fours(Lambda_bar, keep[::-1], x, Bu[::-1], False)[::-1]
+    earlier = lambda x, n: jnp.concatenate([jnp.zeros_like(x[:n]), x[: max(len(x) - n, 0)]])
+    x = jnp.concatenate([Bu[:1] + keep[:1] * times(Lambda_bar, x), Bu[1:]])
+    s = 1
+    while s < len(x):
+        sums, kept, power = x, keep, Lambda_bar                    # kept: no reset in these steps
+        for i in range(1, 4):
+            sums = sums + kept * times(power, earlier(x, i * s))
+            kept, power = kept * earlier(keep, i * s), times(Lambda_bar, power)
+        s, x, keep, Lambda_bar = 4 * s, sums, kept, power
+    return x
 
 
 @jax.custom_vjp

@@ -117,11 +117,13 @@ def test_gradients_equal_those_of_the_sequential_form():
             np.testing.assert_allclose((g * v).sum(), (up - down) / 2e-5, atol=1e-6 + tol)
 
 
-@pytest.mark.parametrize("steps", [7, 16])  # a prime; 4 chunks of 4
-def test_recurrence_and_its_gradient_at_any_length(steps):
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("steps", [7, 16, 65])  # a prime; 4 chunks of 4; more than 64 steps back
+def test_recurrence_and_its_gradient_at_any_length(steps, platform, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
     keys = jax.random.split(jax.random.key(steps), 4)
     Lambda_bar = jax.random.uniform(keys[0], (2, 6), minval=-0.7, maxval=0.7)
-    keep = jax.random.bernoulli(keys[1], 0.7, (steps, 3, 1, 1)).astype(jnp.float32)
+    keep = jax.random.bernoulli(keys[1], 0.9, (steps, 3, 1, 1)).astype(jnp.float32)
     x_0 = jax.random.normal(keys[2], (3, 2, 6))
     Bu = jax.random.normal(keys[3], (steps, 3, 2, 6))
 
