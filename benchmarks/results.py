@@ -296,8 +296,9 @@ def evaluate(options):
         record(name, options, said["sampled"])
     folders = {name: options.results / name for name in METHODS}
     folders = {name: x for name, x in folders.items() if (x / "curve.csv").exists()}
-    (options.results / "mazes.md").write_text("\n".join(compare(folders)) + "\n")
-    plot(folders, options.results / "learning.png")
+    if folders:
+        (options.results / "mazes.md").write_text("\n".join(compare(folders)) + "\n")
+        plot(folders, options.results / "learning.png")
     runs = [options.out / name for name in finished]
     words = [sys.executable, HERE.parent / "evaluate.py", *runs, "--play", "--trainings", "1"]
     subprocess.run([*map(str, words), "--out", str(options.out / "evaluated")], check=True)
