@@ -164,14 +164,18 @@ def draw_differences():
 
 
 REGRET = {  # a method and its score: the run, and the run by the method's own score
-    "PLR, true regret": ("plr_3300_oracle", "plr_3300"),
-    "PLR, L1 value loss": ("plr_3300_l1", "plr_3300"),
-    "PLR, value disagreement": ("plr_3300_value_disagreement", "plr_3300"),
-    "PLR, TRACED": ("plr_3300_traced", "plr_3300"),
+    "PLR, true regret": ("plr_oracle", "plr"),
+    "ACCEL, true regret": ("accel_oracle", "accel"),
     "SFL, true regret": ("sfl_oracle", "sfl"),
     "PAIRED, true regret": ("paired_oracle", "paired"),
+    "5 min: PLR, true regret": ("plr_3300_oracle", "plr_3300"),
+    "5 min: PLR, L1 value loss": ("plr_3300_l1", "plr_3300"),
+    "5 min: PLR,\nvalue disagreement": ("plr_3300_value_disagreement", "plr_3300"),
+    "5 min: PLR, TRACED": ("plr_3300_traced", "plr_3300"),
 }
-APPROXIMATED = {"PLR": "plr_3300_traced"}  # panel: the run whose log has the rank correlations
+APPROXIMATED = {  # panel: the run whose log has the rank correlations
+    "PLR by TRACED": "plr_3300_traced", "PLR by the true regret": "plr_oracle",
+    "ACCEL by the true regret": "accel_oracle"}  # fmt: skip
 SCORES = {"l1_value_loss": "L1 value loss", "max_mc": "max_mc", "traced": "TRACED",
           "positive_value_loss": "positive value loss"}  # fmt: skip
 
@@ -180,7 +184,7 @@ def draw_regret():
     figure, [axis] = new(1.4 + 0.6 * len(REGRET))
     series = {SUITES[s]: [difference(*x, s) for x in REGRET.values()] for s in SUITES}
     forest(axis, list(REGRET), series)
-    label = "solve rate less that by the method's own score\n(95% interval)"
+    label = "solve rate less that by\nthe method's own score (95% interval)"
     axis.set_xlabel(label, fontsize=11)
     figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=11)
     return figure
@@ -195,7 +199,7 @@ def over_training(name, column):
 
 
 def draw_approximations():
-    figure, panels = new(1.4 + 2.6 * len(APPROXIMATED), len(APPROXIMATED), sharex=True, sharey=True)
+    figure, panels = new(1.4 + 2 * len(APPROXIMATED), len(APPROXIMATED), sharex=True, sharey=True)
     for axis, (title, name) in zip(panels, APPROXIMATED.items()):
         for i, (score, label) in enumerate(SCORES.items()):
             if f"rank_correlation_{score}" in read(RESULTS / name / "logs.csv")[0]:
