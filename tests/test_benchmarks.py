@@ -551,6 +551,8 @@ OF_README = {  # likewise
         *(f(x) for x in ("accel", "dr") for f in (lambda x: mean(x)[0], pictures.minutes)),
         *(MEANS[x] for x in ("accel", "dr"))],
     "ACCEL leads PLR here by {} ({} to {})": lambda: less("accel", "plr"),
+    "ACCEL solves {} of the worst 1% of random levels, else {};": lambda: [
+        worst(x, "worst 1%") for x in ("accel_oracle", "accel")],
 }  # fmt: skip
 UNCHECKED = [  # regular expressions of what is no measurement, or has no file
     r"jax \d+\.\d+\.\d+",
