@@ -35,12 +35,13 @@ def times(a, x):
 def scan(Lambda_bar, keep, x, Bu, reverse=False):
     """x_k = keep_k Lambda_bar x_{k-1} + Bu_k for k = 1..T from x_0 = x [N, 2, P]: [T, N, 2, P].
 
-    A parallel scan (sec. 2.2, app. H) for a constant Lambda_bar. On a CPU 3 sqrt(T) steps: T/L
-    chunks of L steps from zero, all at once; the state before each chunk; all chunks from there."""
+    A parallel scan (sec. 2.2, app. H) for a constant Lambda_bar. On a CPU in 3 sqrt(T) steps: T/L
+    chunks of L steps from zero, all at once; the state before each chunk; all chunks from there.
+    On a GPU in log4(T) kernels: from sums over the last s steps to sums over the last 4 s."""
     T = len(Bu)
     if T == 1:  # acting
         return keep * times(Lambda_bar, x) + Bu
-    if jax.default_backend() != "cpu":  # few kernels: log4(T) passes, to sums over s steps, 4 s
+    if jax.default_backend() != "cpu":
         if reverse:
             return scan(Lambda_bar, keep[::-1], x, Bu[::-1])[::-1]
         earlier = lambda x, n: jnp.concatenate([jnp.zeros_like(x[:n]), x[: max(T - n, 0)]])
@@ -73,8 +74,7 @@ def scan(Lambda_bar, keep, x, Bu, reverse=False):
 
     one = jnp.zeros_like(Lambda_bar).at[0].set(1.0)
     ends, power = jax.lax.fori_loop(0, L, step_from_zero, (jnp.zeros_like(Bu[:, 0]), one))
-    chunks = keep.prod(1), ends
-    _, x = jax.lax.scan(next_chunk, x, chunks, reverse=reverse)    # x before each chunk
+    _, x = jax.lax.scan(next_chunk, x, (keep.prod(1), ends), reverse=reverse)  # before each chunk
     _, xs = jax.lax.fori_loop(0, L, step, (x, Bu))
     return xs.reshape(T, *xs.shape[2:])
 
