@@ -57,7 +57,8 @@ from tqdm import tqdm
 import amaze
 from s5 import S5
 
-Score = Literal["max_mc", "positive_value_loss", "l1_value_loss", "learnability", "oracle_regret"]
+Score = Literal["max_mc", "optimistic_max_mc", "positive_value_loss", "l1_value_loss",
+                "learnability", "oracle_regret"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -456,8 +457,11 @@ def level_outcomes(batch, advantage, max_return, copies, optimal_return):
     losses = jnp.stack([to_best, jnp.maximum(advantage, 0), jnp.abs(advantage)])
     time_mean = lambda sums: jnp.mean(sums / length, axis=(0, 2), where=done)  # per episode first
     max_mc, positive_value_loss, l1_value_loss = map(time_mean, jax.vmap(sums)(losses))
+    # where all levels can be solved, hope that one never solved has the best R_max beside it
+    hope = jnp.where(amaze.solved(max_return), 0.0, max_return.max() - max_return)
     scores = {
         "max_mc": max_mc,
+        "optimistic_max_mc": max_mc + hope,
         "positive_value_loss": positive_value_loss,
         "l1_value_loss": l1_value_loss,
         "learnability": solve_rate * (1 - solve_rate),

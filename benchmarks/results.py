@@ -42,7 +42,9 @@ RATES = "--eval-interval 150 --log-interval 50 --archive-interval 250"
 FAST = {name: f"{name}.py --fast {RATES}" for name in ("accel", "plr", "sfl", "dr", "paired")}
 QUICK = f"plr.py --fast --no-anneal-lr {RATES} --num-updates"  # aims at 0.80 and 0.90 of dcd's
 FAST |= {f"plr_{n}": f"{QUICK} {n}" for n in (1650, 3300)}
-FAST |= {f"{name}_oracle": f"{FAST[name]} --score oracle_regret" for name in ("plr", "accel")}
+for name in ("plr", "accel"):
+    FAST[f"{name}_optimistic"] = f"{FAST[name]} --score optimistic_max_mc"
+    FAST[f"{name}_oracle"] = f"{FAST[name]} --score oracle_regret"
 METHODS = {  # name: script and options; for S5 the published ones
     "accel": "accel.py",
     "plr": "plr.py",

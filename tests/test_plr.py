@@ -143,14 +143,20 @@ def mean(x):
 
 def outcomes(batch, advantage, levels, seen, best):
     """For each named level: number of episodes, R_max (shared by copies of a level), mean return
-    and five scores. seen: the best return before; best: the optimal return."""
+    and six scores. seen: the best return before; best: the optimal return."""
     number, found = batch.done.shape[1] // len(levels), []
     columns = [range(n * number, (n + 1) * number) for n in range(len(levels))]
     played = [episodes(batch, advantage, x) for x in columns]
-    for n, name in enumerate(levels):
+
+    def best_return(name):
         copies = [i for i, other in enumerate(levels) if other == name]
         returns = [total(e) for i in copies for column in played[i] for e in column]
-        r_max = max([*returns, *(seen[i] for i in copies)])
+        return max([*returns, *(seen[i] for i in copies)])
+
+    best_of_all = max(map(best_return, levels))
+    for n, name in enumerate(levels):
+        r_max = best_return(name)
+        hoped = r_max if r_max > 0 else best_of_all
         ended = [episode for column in played[n] for episode in column]
         if not ended:
             found.append((0, r_max, None, None))
@@ -159,6 +165,7 @@ def outcomes(batch, advantage, levels, seen, best):
         solved = mean([float(x > 0) for x in first])
         scores = {
             "max_mc": mean([mean([r_max - v for _, v, _ in e]) for e in ended]),
+            "optimistic_max_mc": mean([mean([hoped - v for _, v, _ in e]) for e in ended]),
             "positive_value_loss": mean([mean([max(a, 0.0) for _, _, a in e]) for e in ended]),
             "l1_value_loss": mean([mean([abs(a) for _, _, a in e]) for e in ended]),
             "learnability": solved * (1 - solved),
@@ -577,6 +584,7 @@ def test_scores_by_hand():
     assert (count, mean, r_max) == (2, pytest.approx(0.8), pytest.approx(0.8))
     assert {name: x.item() for name, x in scores.items()} == pytest.approx({
         "max_mc": ((0.3 + 0.7) / 2 + (0.6 + 0.2) / 2) / 2,
+        "optimistic_max_mc": ((0.3 + 0.7) / 2 + (0.6 + 0.2) / 2) / 2,
         "positive_value_loss": ((0.2 + 0) / 2 + 0) / 2,
         "l1_value_loss": ((0.2 + 0.4) / 2 + (0.6 + 0.2) / 2) / 2,
         "learnability": 0,
@@ -597,6 +605,7 @@ def test_copies_of_a_level_have_one_r_max():
                               (np.eye(2), (-0.3, 0.6), (0, 0.9))):  # fmt: skip
         _, _, r_max, scores = level_outcomes(batch, batch.reward, zero, same > 0, zero)
         assert close(scores["max_mc"], score)
+        assert close(scores["optimistic_max_mc"], (0.6, 0.6))  # as if the failure were a copy
         assert close(r_max, best)
 
 
