@@ -52,12 +52,16 @@ def interval(values):
     return evaluate.bootstrap(values, lambda x: np.array([x.mean()]), 0)[0]
 
 
-def difference(one, other, suite="dcd"):
-    """Mean of one method minus that of another -> value, low, high: a bootstrap over seeds."""
-    x, y = of_seeds(one, suite), of_seeds(other, suite)
+def gain(x, y):
+    """Mean of some seeds minus that of others -> value, low, high: a bootstrap over seeds."""
     rng = np.random.default_rng(0)
     means = [rng.choice(z, (20_000, len(z))).mean(1) for z in (x, y)]
     return np.array([x.mean() - y.mean(), *np.quantile(means[0] - means[1], (0.025, 0.975))])
+
+
+def difference(one, other, suite="dcd"):
+    """Mean of one method minus that of another -> value, low, high."""
+    return gain(of_seeds(one, suite), of_seeds(other, suite))
 
 
 def relabelled(one, other, suite="dcd", draws=100_000):
@@ -164,11 +168,13 @@ def draw_differences():
 
 
 REGRET = {  # a method and its score: the run, and the run by the method's own score
+    "PLR, optimistic": ("plr_optimistic", "plr"),
     "PLR, true regret": ("plr_oracle", "plr"),
     "ACCEL, true regret": ("accel_oracle", "accel"),
     "SFL, true regret": ("sfl_oracle", "sfl"),
     "PAIRED, true regret": ("paired_oracle", "paired"),
     "5 min: PLR, true regret": ("plr_3300_oracle", "plr_3300"),
+    "5 min: PLR, optimistic": ("plr_3300_optimistic", "plr_3300"),
     "5 min: PLR, L1 value loss": ("plr_3300_l1", "plr_3300"),
     "5 min: PLR,\nvalue disagreement": ("plr_3300_value_disagreement", "plr_3300"),
     "5 min: PLR, TRACED": ("plr_3300_traced", "plr_3300"),
