@@ -499,6 +499,8 @@ def make_train(config, devices=1):
     if config.score == "learnability":  # needs several trajectories and failures that end
         for name, low in {"num_evals": 2, "num_steps": config.max_steps}.items():
             demand(getattr(config, name) >= low, config, f"{name} score", f"at least {low}")
+    hopes = config.score == "optimistic_max_mc" and hasattr(amaze, "sample_solvable")
+    demand(config.solvable_only or not hopes, config, "solvable_only score", "True with this score")
     blocks = 2 if config.parallel else 1  # blocks of N levels in a rollout
     replay_block = 1 if config.parallel else 0  # the block that is replayed and learned from
     offered = config.num_envs * blocks  # levels played in a cycle

@@ -676,7 +676,7 @@ def test_levels_are_written_with_the_score_that_was_chosen(parallel):
     batch, level, last = cycle.batch, cycle.entries.level, np.zeros(cycle.batch.done.shape[1])
 
     def score(name):
-        train = plr.make_train(replace(config, score=name))
+        train = plr.make_train(replace(config, score=name, solvable_only=True))
         arguments = cycle.before, level, cycle.entries.mutations, batch, last
         return part(train, "score")(*arguments)[0].score
 
@@ -1271,6 +1271,13 @@ def refused(module, name, value, allowed, **changes):
     ("num_minibatches", 3, "4")])  # fmt: skip
 def test_bad_values(name, value, allowed):
     refused(plr, name, value, allowed)
+
+
+def test_hope_is_refused_where_levels_may_be_unsolvable():
+    for module in (plr, accel):
+        score = dict(score="optimistic_max_mc")
+        refused(module, "solvable_only", False, "allowed is True", **score)
+        module.make_train(module.Config(**SMALL | score | dict(solvable_only=True)))
 
 
 def test_learnability_is_refused_with_one_trajectory_on_a_level_or_if_no_failure_ends():
