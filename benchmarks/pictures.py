@@ -181,9 +181,11 @@ REGRET = {  # a method and its score: the run, and the run by the method's own s
 }
 APPROXIMATED = {  # panel: the run whose log has the rank correlations
     "PLR by TRACED": "plr_3300_traced", "PLR by the true regret": "plr_oracle",
-    "ACCEL by the true regret": "accel_oracle"}  # fmt: skip
+    "ACCEL by the true regret": "accel_oracle",
+    "PLR by optimistic max_mc": "plr_optimistic"}  # fmt: skip
 SCORES = {"l1_value_loss": "L1 value loss", "max_mc": "max_mc", "traced": "TRACED",
-          "positive_value_loss": "positive value loss"}  # fmt: skip
+          "positive_value_loss": "positive value loss",
+          "optimistic_max_mc": "optimistic max_mc"}  # fmt: skip
 
 
 def draw_regret():
@@ -218,8 +220,10 @@ def draw_approximations():
         axis.grid(alpha=0.3)
     panels[-1].set_xlabel("cycle", fontsize=11)
     figure.supylabel("rank correlation\nwith the true regret", fontsize=11)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2,
-                  frameon=False, fontsize=11)  # fmt: skip
+    lines = {line.get_label(): line for axis in panels for line in axis.get_lines()}
+    lines = {label: line for label, line in lines.items() if not label.startswith("_")}
+    figure.legend(lines.values(), lines, loc="outside upper center", ncols=2, frameon=False,
+                  fontsize=11)  # fmt: skip
     return figure
 
 

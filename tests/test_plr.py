@@ -607,6 +607,10 @@ def test_copies_of_a_level_have_one_r_max():
         assert close(scores["max_mc"], score)
         assert close(scores["optimistic_max_mc"], (0.6, 0.6))  # as if the failure were a copy
         assert close(r_max, best)
+    batch.reward[3, 0] = -0.5  # a failure that costs: R_max is below 0
+    _, _, _, scores = level_outcomes(batch, batch.reward, zero - 1, np.eye(2) > 0, zero)
+    assert close(scores["max_mc"], (-0.8, 0.6))
+    assert close(scores["optimistic_max_mc"], (0.6, 0.6))
 
 
 def slot_of_a_level_drawn_twice(module):
