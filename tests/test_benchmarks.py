@@ -1,6 +1,7 @@
 """Links and numbers of the documents; pictures in benchmarks/figures, compared with their data."""
 
 import csv
+import gzip
 import importlib.util
 import json
 import re
@@ -274,10 +275,23 @@ def trained(name, column="ours is faster by", library="ours", section="train", s
     return timed(section, library, f"{name} --rnn lstm, {seeds} seed(s)", column)
 
 
-def on_gpu(name, column):
-    path = pictures.RESULTS / "gpu" / "scale" / "table.md"
+def on_gpu(name, column="steps_per_s", folder="h200"):
+    path = pictures.RESULTS / "gpu" / folder / "table.md"
     [row] = [row for row in tables(path) if row["name"] == name]
     return float(row[column].replace(",", ""))
+
+
+def on_gpu_minutes(name, cycles):
+    """Half of PLR's cycles replay."""
+    return cycles * sum(on_gpu(name.format(x), "ms") for x in ("replay", "fresh")) / 2 / 6e4
+
+
+def stopped_s5():
+    """The mean of the evaluations since cycle 13,000."""
+    with gzip.open(pictures.RESULTS / "gpu" / "h200_s5" / "logs.csv.gz", "rt") as file:
+        rows = list(csv.DictReader(file))
+    rows = [x for x in rows if x["eval_solve_rate"] and int(x["update"]) >= 13_000]
+    return np.mean([float(x["eval_solve_rate"]) for x in rows])
 
 
 def recorded(method, commit, column="dcd"):
@@ -528,11 +542,16 @@ RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmar
         trained("plr replay cycle", library="jaxued", section="by-hand"),
         trained("plr replay cycle", library="minimax"),
         trained("paired", library="minimax", section="paired")],
-    "update of PLR takes {} ms for one seed, and DR's with 32 seeds at once takes {} ms a seed":
-        lambda: [on_gpu("plr published 1 replay", "ms"),
-                 on_gpu("dr published 32 plain", "ms_a_seed")],
-    "makes {} steps a second with 131,072 mazes that restart, and {} with new": lambda: [
-        on_gpu(f"{x}, N = 131072", "steps_per_s") for x in ("restart", "new level")],
+    "32 seeds of DR's `--fast` make {} million steps a second, of PLR's {} (replay) and {} (fresh), "
+    "and in published replay cycles {}.": lambda: [
+        on_gpu(x) / 1e6 for x in ("dr fast 32 plain", "plr fast 32 replay", "plr fast 32 fresh",
+                                  "plr published 32 replay")],
+    "Published PLR would take {} minutes for 8 seeds, with S5 {}; stopped at a quarter, it solved {} "
+    "of dcd's mazes.": lambda: [
+        on_gpu_minutes("plr published 8 {}", 60_000), on_gpu_minutes("plr published 8 {}, s5", 60_000),
+        stopped_s5()],
+    "The maze alone made {} on an H100.": lambda: [
+        on_gpu("restart, N = 131072", folder="scale")],
     "DR solves {} of random physics, PLR {} and ACCEL {}, and on six extreme settings they have "
     "{}, {} and {},": lambda: [*cartpole("random physics"), *cartpole()],
     "one seed, {} million steps: the return grows from {} to {} on four fixed test worlds.":
@@ -580,6 +599,8 @@ OF_README = {  # likewise
     "levels (DR) {} after {}; minimax's paper has {} and {}": lambda: [
         *(f(x) for x in ("accel", "dr") for f in (lambda x: mean(x)[0], pictures.minutes)),
         *(MEANS[x] for x in ("accel", "dr"))],
+    "On an H200 the cycles of `plr.py --fast --seeds 32` take {} minutes": lambda: [
+        on_gpu_minutes("plr fast 32 {}", 7_500)],
     "ACCEL leads PLR here by {} ({} to {})": lambda: less("accel", "plr"),
     "ACCEL solves {} of the worst 1% of random levels, else {}, but": lambda: [
         worst(x, "worst 1%") for x in ("accel_oracle", "accel")],
