@@ -542,14 +542,13 @@ RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmar
         trained("plr replay cycle", library="jaxued", section="by-hand"),
         trained("plr replay cycle", library="minimax"),
         trained("paired", library="minimax", section="paired")],
-    "32 seeds of DR's `--fast` make {} million steps a second, of PLR's {} (replay) and {} (fresh), "
-    "and in published replay cycles {}.": lambda: [
+    "32 seeds of DR's `--fast` make {} million steps a second, of PLR's {} (replay) and {} "
+    "(fresh), and in published replay cycles {}.": lambda: [
         on_gpu(x) / 1e6 for x in ("dr fast 32 plain", "plr fast 32 replay", "plr fast 32 fresh",
                                   "plr published 32 replay")],
-    "Published PLR would take {} minutes for 8 seeds, with S5 {}; stopped at a quarter, it solved {} "
-    "of dcd's mazes.": lambda: [
-        on_gpu_minutes("plr published 8 {}", 60_000), on_gpu_minutes("plr published 8 {}, s5", 60_000),
-        stopped_s5()],
+    "Published PLR would take {} minutes for 8 seeds, with S5 {}; stopped at a quarter, it solved "
+    "{} of dcd's mazes.": lambda: [
+        *(on_gpu_minutes(f"plr published 8 {{}}{x}", 60_000) for x in ("", ", s5")), stopped_s5()],
     "The maze alone made {} on an H100.": lambda: [
         on_gpu("restart, N = 131072", folder="scale")],
     "DR solves {} of random physics, PLR {} and ACCEL {}, and on six extreme settings they have "
