@@ -223,8 +223,8 @@ def plot(folders, path):
 def record(name, options, said):
     """Write a method's row at this commit to records.csv; an older one is replaced."""
     into, path = options.results / name, options.results / "records.csv"
-    words = dict(cwd=HERE, text=True, stdout=subprocess.PIPE)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **words).stdout.strip()
+    words = dict(cwd=HERE, text=True, stdout=subprocess.PIPE, shell=True)  # there may be no git
+    commit = subprocess.run("git rev-parse --short HEAD", **words).stdout.strip() or "unknown"
     last, dcd, families = read(into / "curve.csv")[-1], *(scores(into, x)[0] for x in SUITES)
     over_seeds = lambda x: evaluation.bootstrap(x, lambda x: np.array([x.mean()]), 0)[0]
     mean = lambda x: evaluation.show(*over_seeds(x))

@@ -36,7 +36,7 @@ from statistics import median
 HERE = Path(__file__).resolve().parent
 SCRIPTS, SECTIONS = ("dr", "plr", "accel"), ("env", "train", "paired", "compile", "evaluate", "rnn")
 BY_HAND = "by-hand"  # a section that no run of this script replaces
-ONE = "ours, one device"  # with --devices 1; it also times the bare network
+ONE = "ours, one device"  # of several: with --devices 1; it also times the bare network
 JAX = f"jax=={importlib.metadata.version('jax')}"  # the same JAX for all
 PEERS = {  # name: arguments of pip install, for each call
     "jaxued": [[JAX, "jaxued==0.0.1", "six"]],
@@ -94,10 +94,14 @@ def env_programs(library, driver, sizes):
 
 def train_programs(library, driver, script, core, seeds):
     """Programs for each kind of update (ours: each number of seeds) and for the bare network."""
+    import jax
+
     if library == ONE:
         yield from driver.bare(script, core)
         if script == "dr" and max(seeds) > 1:
             yield from driver.bare(script, core, max(seeds))
+        if jax.device_count() == 1:  # "ours" then times the same
+            return
     rollouts = {"": 2 if script == "paired" else 1}
     if script in ("plr", "accel"):
         edits = script == "accel"

@@ -45,7 +45,8 @@ def launch(tmp):
         flags += f" --xla_force_host_platform_device_count={devices}" if devices else ""
         defaults = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
         defaults |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        defaults |= {"PYTHONPATH": f"{tmp / 'unasked'}:{ROOT}"}
+        path = [tmp / "unasked", ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+        defaults |= {"PYTHONPATH": os.pathsep.join(map(str, path))}
         if devices and script != "-c" and not (env or before):
             with lock:  # tests start two at a time
                 servers[:] = servers or [Server(tmp, defaults)]

@@ -1,10 +1,11 @@
 """Links and numbers of the documents; pictures in benchmarks/figures, compared with their data."""
 
+import argparse
 import csv
 import gzip
-import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,8 @@ import baselines  # noqa: E402
 import evaluate  # noqa: E402
 import kernels  # noqa: E402
 import pictures  # noqa: E402
+import results  # noqa: E402
+import speed  # noqa: E402
 from results import MEANS, TITLES, read  # noqa: E402
 
 
@@ -119,9 +122,6 @@ def test_pictures_are_drawn_from_their_data(tmp_path):
 
 def test_agents_of_earlier_records_stay_on_the_page():
     """In benchmarks/results/play.html a new agent replaces only the agent of the same method."""
-    path = ROOT / "benchmarks" / "results.py"
-    spec = importlib.util.spec_from_file_location("results", path)
-    spec.loader.exec_module(results := importlib.util.module_from_spec(spec))
     held = lambda text: json.loads(re.search(r'id="data">\n(.*)\n</script>', text)[1])
     empty = (ROOT / "play.html").read_text()
 
@@ -140,6 +140,35 @@ def test_agents_of_earlier_records_stay_on_the_page():
     assert results.keep_agents(new, "") == new
     shown = held((ROOT / "benchmarks" / "results" / "play.html").read_text())["agents"]
     assert {"accel", "plr", "dr", "paired"} <= {x["name"].split()[0] for x in shown}
+
+
+def test_a_row_is_recorded_where_there_is_no_git(tmp_path, monkeypatch):
+    shutil.copytree(pictures.RESULTS / "plr_optimistic", tmp_path / "plr_optimistic")
+    said = (tmp_path / "plr_optimistic" / "tables.txt").read_text().strip()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    for changed in ("first", "--score optimistic_max_mc"):  # the second replaces the first
+        options = argparse.Namespace(results=tmp_path, changed=changed)
+        results.record("plr_optimistic", options, said)
+    [row] = read(tmp_path / "records.csv")
+    assert row.pop("commit") == "unknown"
+    [known] = [x for x in read(pictures.RESULTS / "records.csv") if x["method"] == row["method"]]
+    assert row == {k: known[k] for k in row}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_one_device_is_timed_once(devices, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    driver = argparse.Namespace(
+        bare=lambda *words: [("bare network", None, {})],
+        training=lambda script, cycle, core, seeds, devices: (seeds, devices),
+    )
+    found = [
+        run
+        for library in (speed.ONE, "ours")
+        for name, run, _ in speed.train_programs(library, driver, "dr", "lstm", [1, 4])
+        if name != "bare network"
+    ]
+    assert found == [(1, 0), (4, 0)] if devices == 1 else [(1, 1), (1, 0), (4, 0)]
 
 
 def test_kernels_are_counted_loop_by_loop():
