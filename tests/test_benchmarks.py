@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "benchmarks" / "figures"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import alike  # noqa: E402
 import baselines  # noqa: E402
 import evaluate  # noqa: E402
 import kernels  # noqa: E402
@@ -169,6 +170,36 @@ def test_one_device_is_timed_once(devices, monkeypatch):
         if name != "bare network"
     ]
     assert found == [(1, 0), (4, 0)] if devices == 1 else [(1, 1), (1, 0), (4, 0)]
+
+
+def test_checkouts_that_train_alike_are_told_from_others(tmp_path, capfd):
+    script = """
+import dataclasses
+import types
+import jax.numpy as jnp
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    lr: float = 0.5
+    num_updates: int = 3
+    robust: bool = True
+
+FAST = Config(lr=1.0)
+
+def make_train(config):
+    assert (config.num_updates, config.robust) == (20, config.lr == 1.5)
+    def update(state, cycles):
+        return {"params": STEP}, {"loss": jnp.float32(config.lr), "blank": jnp.float32(jnp.nan)}
+    return types.SimpleNamespace(init=lambda rng: {"params": jnp.zeros(2)}, update=update)
+"""
+    for name, step in {"a": "state['params'] + config.lr", "b": "state['params'] + 1"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "toy.py").write_text(script.replace("STEP", step))
+    call = lambda *items: alike.main(tmp_path / "a", "toy.py", *items, here=tmp_path / "b")
+    assert not call("robust=False")
+    assert capfd.readouterr().out == "toy.py: 0 of 3 arrays differ\n"
+    assert call("lr=1.5")
+    assert capfd.readouterr().out == "state['params']: 10.0\ntoy.py: 1 of 3 arrays differ\n"
 
 
 def test_kernels_are_counted_loop_by_loop():
