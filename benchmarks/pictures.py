@@ -170,6 +170,7 @@ def draw_differences():
 REGRET = {  # a method and its score: the run, and the run by the method's own score
     "PLR, optimistic": ("plr_optimistic", "plr"),
     "PLR, true regret": ("plr_oracle", "plr"),
+    "ACCEL, optimistic": ("accel_optimistic", "accel"),
     "ACCEL, true regret": ("accel_oracle", "accel"),
     "SFL, true regret": ("sfl_oracle", "sfl"),
     "PAIRED, true regret": ("paired_oracle", "paired"),
