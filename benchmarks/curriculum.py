@@ -46,6 +46,12 @@ def read_buffer(path):
     return jax.tree.map(np.asarray, (buffer, probabilities(*inputs)))
 
 
+def commonest_start(start, probabilities):
+    """The probability [R] that a replayed level starts in the commonest cell; start [R, K, 2]."""
+    cells = start[..., 0] + 1000 * start[..., 1]
+    return np.array([np.bincount(*x).max() / x[1].sum() for x in zip(cells, probabilities)])
+
+
 def test_walls():
     """Yield the names and wall maps of dcd's mazes of 13 x 13 cells."""
     for name in amaze.SUITES["dcd"]:
@@ -92,6 +98,8 @@ def main():
             f"{mean(buffer.mutations):.1f} generations of edits, "
             f"{solvable.sum() / len(solvable):.1%} solvable"
         )
+        shares = commonest_start(buffer.level.agent_pos, probabilities)
+        print("  share of the commonest start in each seed:", *shares.round(2))
         taken = walls[buffer.scored]
         apart = {name: (taken != maze).sum((1, 2)).min() for name, maze in test_walls()}
         print("  fewest differing cells:", ", ".join(f"{name} {n}" for name, n in apart.items()))

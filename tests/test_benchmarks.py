@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import alike  # noqa: E402
 import baselines  # noqa: E402
+import curriculum  # noqa: E402
 import evaluate  # noqa: E402
 import kernels  # noqa: E402
 import pictures  # noqa: E402
@@ -101,6 +102,12 @@ def test_paths_are_walks():
         max_steps = amaze.TEST_MAZES[source][1]
         assert beside if walk["solved"] else len(cells) == max_steps
     assert {walk["solved"] for episodes in walks.values() for walk in episodes} == {True, False}
+
+
+def test_the_share_of_the_commonest_start():
+    start = np.array([[[3, 1], [3, 2], [3, 1], [0, 1]], [[2, 2]] * 4])
+    probabilities = np.array([[0.2, 0.5, 0.4, 0.3], [0.1, 0.2, 0.3, 0.4]])
+    assert np.allclose(curriculum.commonest_start(start, probabilities), [0.6 / 1.4, 1])
 
 
 @pytest.mark.slow
@@ -445,6 +452,13 @@ def random_levels():
     return rates[is_long].mean(), (rates == 1).any(axis=1).mean()
 
 
+def shares(run):
+    """The share of the commonest start at the end of each seed of the runs so named."""
+    rows = [x for x in read(pictures.SEARCH / "starts.csv") if x["run"].startswith(run)]
+    end = max(int(x["cycle"]) for x in rows)
+    return [float(x["share"]) for x in rows if int(x["cycle"]) == end]
+
+
 def less_decided():
     rows = read(pictures.SEARCH / "less_decided.csv")
     found = {(row["divisor"], row["suite"]): row for row in rows}
@@ -508,7 +522,7 @@ RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmar
         + [worst(x) for x in pictures.LENGTHS],
     "ahead of PLR by {}, and": lambda: less("accel", "plr")[:1],
     "behind PLR by {} [{}, {}] and behind SFL by {} [{}, {}], which a random relabelling of the "
-    "seeds matches in {} and {} of all": lambda: [
+    "seeds matches in {} and {} of cases": lambda: [
         *less("accel", "plr", "families"), *less("accel", "sfl", "families"),
         *(pictures.relabelled("accel", x, "families") for x in ("plr", "sfl"))],
     "behind every other method by {} to {}": from_paired,
@@ -530,8 +544,6 @@ RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmar
         f for suite in ("families", "dcd") for f in less("plr_3300_oracle", "plr_3300", suite)],
     "it had {} of dcd's mazes (1,650 cycles) and {} (3,300)":
         lambda: [recorded(x, "c26a5df") for x in ("plr_1650", "plr_3300")],
-    "of the largest, DoorKey16, SFL solves {} and PLR {}.": lambda: [
-        navix(x, "DoorKey16") for x in ("sfl", "plr")],
     "| by `max_mc` PLR {}; by true regret ACCEL {} |": lambda: [
         worst(x, "worst 1%") for x in ("plr", "accel_oracle")],
     "no difference to SFL ({} [{}, {}] more": lambda: less("sfl_oracle", "sfl", "families"),
@@ -540,7 +552,7 @@ RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmar
     "Its rank correlation is {} in cycle 150 and {} at the end.": lambda: [
         correlation("optimistic_max_mc", i, "plr_optimistic") for i in (150, 7500)],
     "it gains {} [{}, {}] of dcd's mazes, {} [{}, {}] of `families` (a relabelling matches these "
-    "in {} and {} of all cases), and of the hardest hundredth it solves {} [{}, {}].": lambda: [
+    "in {} and {} of cases), and of the hardest hundredth it solves {} [{}, {}].": lambda: [
         *(f for suite in ("dcd", "families") for f in less("plr_optimistic", "plr", suite)),
         *(pictures.relabelled("plr_optimistic", "plr", x) for x in ("dcd", "families")),
         *pictures.worst("plr_optimistic", "worst 1%").ravel()],
@@ -549,6 +561,9 @@ RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmar
         *(f for suite in ("dcd", "families") for f in less("accel_optimistic", "accel", suite)),
         *pictures.worst("accel_optimistic", "worst 1%").ravel()],
     "10 minutes | {} | missed |": lambda: [on_gpu_minutes("plr published 8 {}, s5", 60_000)],
+    "its levels hold {} to {} of the replay probability by `optimistic_max_mc`, {} to {} by the "
+    "true regret, in PLR {} to {}.": lambda: [
+        f(shares(x)) for x in ("accel_optimistic", "accel_oracle", "plr") for f in (min, max)],
     "does not help ({} [{}, {}] more of `families` after":
         lambda: pictures.gain(chosen("bptt_horizon=256"), chosen("")),
     "By the true regret even {} has {}, where 1 has {}.": lambda: [
@@ -581,7 +596,7 @@ RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmar
         lambda: [logged("accel", "buffer_walls_weighted", x).mean() for x in (250, 1000, 4750)]
         + [logged("accel", "buffer_mutations_weighted", 4750).mean()],
     "has {} [{}, {}] of `families` after 1,600 cycles": lambda: replayed(1),
-    "it has {} [{}, {}], a third less": lambda: replayed(0.01),
+    "it has {} [{}, {}].": lambda: replayed(0.01),
     "whose weight {} lies in the last quarter": lambda: [1 - 0.75**4],  # eta = 3
     "it gains {} [{}, {}] on dcd's mazes for DR, {} for ACCEL, {} for SFL and {} for PLR, and "
     "most, {} [{}, {}], where": lambda: [
