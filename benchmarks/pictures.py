@@ -178,6 +178,7 @@ REGRET = {  # a method and its score: the run, and the run by the method's own s
     "5 min: PLR, optimistic": ("plr_3300_optimistic", "plr_3300"),
     "5 min: PLR, L1 value loss": ("plr_3300_l1", "plr_3300"),
     "5 min: PLR,\nvalue disagreement": ("plr_3300_value_disagreement", "plr_3300"),
+    "5 min: PLR,\npositive value loss": ("plr_3300_pvl", "plr_3300"),
     "5 min: PLR, TRACED": ("plr_3300_traced", "plr_3300"),
 }
 APPROXIMATED = {  # panel: the run whose log has the rank correlations

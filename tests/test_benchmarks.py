@@ -433,10 +433,11 @@ def replayed(temperature):
     return pictures.interval(rates)
 
 
-def chosen(change):
-    """Of `families`, PLR's seeds with a change, by the true regret."""
-    rows = read(pictures.SEARCH / "oracle.csv")
-    found = [row for row in rows if (row["script"], row["changed"]) == ("plr.py", change)]
+def chosen(change, script="plr.py", cycles="1600"):
+    """Of `families`, the seeds of short trainings with a change, by the true regret."""
+    rows, which = read(pictures.SEARCH / "oracle.csv"), (script, change, cycles)
+    found = [row for row in rows if (row["script"], row["changed"], row["num_updates"]) == which]
+    assert len(found) == 6
     return np.array([float(row["families"]) for row in found])
 
 
@@ -564,12 +565,23 @@ RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmar
     "its levels hold {} to {} of the replay probability by `optimistic_max_mc`, {} to {} by the "
     "true regret, in PLR {} to {}.": lambda: [
         f(shares(x)) for x in ("accel_optimistic", "accel_oracle", "plr") for f in (min, max)],
+    "none has more than {}, but of `families` ACCEL by the true regret solves {} [{}, {}] less":
+        lambda: [
+            max(shares("short_accel_oracle_start_edited")),
+            *pictures.gain(*(chosen(x, "accel.py") for x in ("", "edits also move the start")))],
+    "PLR with 60 walls loses {}, with twice the entropy bonus {}, ACCEL with 5 edits {} and with "
+    "`--replay-prob {}` {}. Only PLR's `--replay-prob {}` gains, {} [{}, {}] in equal time.":
+        lambda: [
+            *(chosen("").mean() - chosen(x).mean() for x in ("n_walls=60", "ent_coef=0.02")),
+            chosen("", "accel.py").mean() - chosen("num_edits=5", "accel.py").mean(),
+            0.5, chosen("", "accel.py").mean() - chosen("replay_prob=0.5", "accel.py").mean(),
+            0.8, *pictures.gain(chosen("replay_prob=0.8"), chosen("", cycles="2300"))],
     "does not help ({} [{}, {}] more of `families` after":
         lambda: pictures.gain(chosen("bptt_horizon=256"), chosen("")),
     "By the true regret even {} has {}, where 1 has {}.": lambda: [
         0.3, chosen("temperature=0.3").mean(), chosen("").mean()],
-    "by value disagreement it solves {}, by the L1 value loss {}.": lambda: [
-        mean(x, "families")[0] for x in ("plr_3300_value_disagreement", "plr_3300_l1")],
+    "by value disagreement it solves {}, by the L1 value loss {}, by positive value loss {}.":
+        lambda: [mean(f"plr_3300_{x}", "families")[0] for x in ("value_disagreement", "l1", "pvl")],
     "PLR solves {} of `families` after 3,300 cycles, {} [{}, {}] more than by `max_mc` and {} [{}, "
     "{}] more than by the true regret.": lambda: [
         mean("plr_3300_optimistic", "families")[0],
@@ -640,9 +652,6 @@ RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmar
     "ranks well ({}), `max_mc` and positive value loss less so ({}, {}), and TRACED wrongly "
     "({}).": lambda: [correlation(x, 3300) for x in (
         "l1_value_loss", "max_mc", "positive_value_loss", "traced")],
-    "`max_mc` falls to {}, L1 value loss to {} and positive value loss to {}.": lambda: [
-        correlation(x, 7500, "plr_oracle")
-        for x in ("max_mc", "l1_value_loss", "positive_value_loss")],
     "(paths of {} cells, not {}) and solves {} of `families`, {} [{}, {}] less than by": lambda: [
         *(over_seeds(x, "replay_path_length", 3300) for x in ("plr_3300_traced", "plr_3300")),
         mean("plr_3300_traced", "families")[0],
