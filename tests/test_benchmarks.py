@@ -434,7 +434,7 @@ def replayed(temperature):
 
 
 def chosen(change, script="plr.py", cycles="1600"):
-    """Of `families`, the seeds of short trainings with a change, by the true regret."""
+    """Of `families`, the seeds of short trainings, by the true regret if no score is named."""
     rows, which = read(pictures.SEARCH / "oracle.csv"), (script, change, cycles)
     found = [row for row in rows if (row["script"], row["changed"], row["num_updates"]) == which]
     assert len(found) == 6
