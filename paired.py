@@ -127,8 +127,8 @@ class Config:
 
 FAST = Config(  # ten minutes on one core of a CPU
     lr=2e-3, anneal_lr=True, num_updates=1_850, update_epochs=2, num_minibatches=2,
-    bptt_horizon=64, polyak_averaging=True, hidden_size=64, teacher_lr=1e-3,
-    teacher_ent_coef=1e-3, teacher_hidden_size=32, teacher_filters=8)  # fmt: skip
+    bptt_horizon=64, ent_coef=1e-2, vf_coef=2.0, polyak_averaging=True, hidden_size=64,
+    teacher_lr=1e-3, teacher_ent_coef=1e-3, teacher_hidden_size=32, teacher_filters=8)  # fmt: skip
 PRESETS = {"--fast": FAST}  # flag: its preset; other flags then override single fields
 
 
