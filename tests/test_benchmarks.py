@@ -353,6 +353,16 @@ def on_gpu_minutes(name, cycles):
     return cycles * sum(on_gpu(name.format(x), "ms") for x in ("replay", "fresh")) / 2 / 6e4
 
 
+def whole_minutes(name):
+    return on_gpu(f"{name} fast", "training_s", "h200_whole") / 60
+
+
+def whole_rates(name):
+    table = read(pictures.RESULTS / "gpu" / "h200_whole" / f"{name}_dcd.csv")
+    assert len(table) == 32 * len(amaze.SUITES["dcd"])
+    return pictures.interval(np.array([float(x["solve_rate"]) for x in table]).reshape(32, -1))
+
+
 def stopped_s5():
     """The mean of the evaluations since cycle 13,000."""
     with gzip.open(pictures.RESULTS / "gpu" / "h200_s5" / "logs.csv.gz", "rt") as file:
@@ -630,10 +640,14 @@ RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmar
         trained("plr replay cycle", library="jaxued", section="by-hand"),
         trained("plr replay cycle", library="minimax"),
         trained("paired", library="minimax", section="paired")],
-    "32 seeds of DR's `--fast` make {} million steps a second, of PLR's {} (replay) and {} "
-    "(fresh), and in published replay cycles {}.": lambda: [
-        on_gpu(x) / 1e6 for x in ("dr fast 32 plain", "plr fast 32 replay", "plr fast 32 fresh",
-                                  "plr published 32 replay")],
+    "32 seeds of PLR's `--fast` train in {} minutes and then solve {} [{}, {}] of dcd's mazes, "
+    "DR's in {} and {} [{}, {}], as on a CPU": lambda: [
+        f for x in ("plr", "dr") for f in (whole_minutes(x), *whole_rates(x))],
+    "{} seeds of DR at once make {} million steps a second, 32 of PLR {} (replay) and {} (fresh), "
+    "in published replay cycles {}.": lambda: [
+        1024, on_gpu("dr fast 1024 plain", folder="h200_whole") / 1e6,
+        *(on_gpu(x) / 1e6 for x in (
+            "plr fast 32 replay", "plr fast 32 fresh", "plr published 32 replay"))],
     "Published PLR would take {} minutes for 8 seeds, with S5 {}; stopped at a quarter, it solved "
     "{} of dcd's mazes.": lambda: [
         *(on_gpu_minutes(f"plr published 8 {{}}{x}", 60_000) for x in ("", ", s5")), stopped_s5()],
@@ -678,8 +692,8 @@ OF_README = {  # likewise
     "levels (DR) {} after {}; minimax's paper has {} and {}": lambda: [
         *(f(x) for x in ("accel", "dr") for f in (lambda x: mean(x)[0], pictures.minutes)),
         *(MEANS[x] for x in ("accel", "dr"))],
-    "On an H200 the cycles of `plr.py --fast --seeds 32` take {} minutes": lambda: [
-        on_gpu_minutes("plr fast 32 {}", 7_500)],
+    "`plr.py --fast --seeds {}` trains 32 agents in {} minutes; they solve {} of the": lambda: [
+        32, whole_minutes("plr"), whole_rates("plr")[0]],
     "ACCEL leads PLR here by {} ({} to {})": lambda: less("accel", "plr"),
     "ACCEL solves {} of the worst 1% of random levels, else {}, but": lambda: [
         worst(x, "worst 1%") for x in ("accel_oracle", "accel")],
