@@ -185,9 +185,9 @@ def on_gpu():
     return jax.default_backend() != "cpu"
 
 
-def scan(step, carry, xs, reverse=False):
-    """jax.lax.scan, on a GPU unrolled by eight: an eighth of the CUDA graphs, fewer copies."""
-    return jax.lax.scan(step, carry, xs, reverse=reverse, unroll=8 if on_gpu() else 1)
+def scan(step, carry, xs, reverse=False, unroll=8):
+    """jax.lax.scan, on a GPU unrolled: an eighth of the CUDA graphs, fewer copies."""
+    return jax.lax.scan(step, carry, xs, reverse=reverse, unroll=unroll if on_gpu() else 1)
 
 
 @jax.custom_vjp
@@ -213,7 +213,7 @@ def lstm_forward(carry, x, is_first, w, b):
         return (c_next, h_next), (h_next.T, jnp.stack(saved) if on_gpu() else saved)
 
     projected, keep = w.shape[1] == carry[1].shape[1], 1.0 - is_first[:, None]
-    (c, h), (hs, saved) = scan(step, (carry[0].T, carry[1].T), (x, keep))
+    (c, h), (hs, saved) = scan(step, (carry[0].T, carry[1].T), (x, keep), unroll=16)
     return ((c.T, h.T), hs), (x, carry[1], hs, saved, keep, w)
 
 
@@ -230,7 +230,7 @@ def lstm_backward(residuals, gradients):
 
     (x, h_0, hs, saved, keep, w), ((d_c, d_h), d_hs) = residuals, gradients
     projected, inputs = w.shape[1] == h_0.shape[1], (d_hs, saved, keep)
-    (d_c, d_h), (d_z, d_x) = scan(step, (d_c.T, d_h.T), inputs, reverse=True)
+    (d_c, d_h), (d_z, d_x) = scan(step, (d_c.T, d_h.T), inputs, reverse=True, unroll=16)
     h = jnp.concatenate([h_0[None], hs[:-1]]) * keep.swapaxes(1, 2)  # h before each step
     xh = h if projected else jnp.concatenate([x, h], axis=-1)
     flat = lambda x: x.reshape(-1, x.shape[-1])  # [T * B, ...]
