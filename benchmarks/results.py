@@ -257,6 +257,8 @@ def keep_agents(page, before):
 def keep_first_agent(run, into):
     """Write a run folder with only the parameters of the first training, for evaluate.py."""
     config, data = read_config(run), read_checkpoint(run / "checkpoint.msgpack")
+    if "student" not in data["state"]:  # PAIRED has several
+        return
     student = data["state"]["student"]
     params = student["average_params"] or student["params"]
     params = {name: x[:1] for name, x in traverse_util.flatten_dict(params).items()}
