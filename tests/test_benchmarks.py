@@ -456,26 +456,24 @@ def replayed(temperature):
     return pictures.interval(rates)
 
 
-def chosen(change, script="plr.py", cycles="1600", seeds=6):
-    """Of `families`, the seeds of short trainings, by the true regret if no score is named."""
+def chosen(change, script="plr.py", cycles="1600", seeds=6, suite="families"):
+    """The seeds of trainings in oracle.csv, by the true regret if no score is named."""
     rows, which = read(pictures.SEARCH / "oracle.csv"), (script, change, cycles)
     found = [row for row in rows if (row["script"], row["changed"], row["num_updates"]) == which]
     assert len(found) == seeds
-    return np.array([float(row["families"]) for row in found])
+    return np.array([float(row[suite]) for row in found])
 
 
-def of_rate(rate, score="oracle"):
-    """Of `families`, eight seeds of PLR's `--fast` with this learning rate, on a GPU."""
-    rows = read(pictures.RESULTS / "gpu" / "h200_lr" / f"plr_lr_{score}_families.csv")
-    rates = [float(row["solve_rate"]) for row in rows if float(row["lr"]) == rate]
-    return np.array(rates).reshape(8, len(amaze.SUITES["families"])).mean(1)
-
-
-def by_max_mc():
-    """Of `families`, PLR's seeds at 6e-3 and at 2e-3, those on a GPU and those on a CPU."""
-    fast = chosen("score=max_mc lr=0.006", cycles="7500", seeds=8)
-    base = pictures.of_seeds("plr", "families")
-    return [np.append(of_rate(x, "mc"), y) for x, y in ((0.006, fast), (0.002, base))]
+def of_rates(score, suite="families"):
+    """PLR's `--fast` at learning rates 6e-3 and 2e-3: eight seeds on a GPU and those on a CPU."""
+    path = pictures.RESULTS / "gpu" / "h200_lr" / f"plr_lr_{score}_{suite}.csv"
+    card = {x: [float(r["solve_rate"]) for r in read(path) if float(r["lr"]) == x]
+              for x in (0.006, 0.002)}  # fmt: skip
+    card = [np.array(x).reshape(8, len(amaze.SUITES[suite])).mean(1) for x in card.values()]
+    change = {"oracle": "lr=0.006 annealed", "mc": "score=max_mc lr=0.006"}[score]
+    record = pictures.of_seeds({"oracle": "plr_oracle", "mc": "plr"}[score], suite)
+    cpu = chosen(change, cycles="7500", seeds=8, suite=suite), record
+    return [np.append(*both) for both in zip(card, cpu)]
 
 
 def hardest_of_rate(rate):
@@ -595,18 +593,18 @@ RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmar
         *(chosen("").mean() - chosen(x).mean() for x in ("n_walls=60", "ent_coef=0.02")),
         *(chosen("", "accel.py").mean() - chosen(x, "accel.py").mean()
           for x in ("num_edits=5", "replay_prob=0.5")), 0.5],
-    "PLR, eight seeds on an H200, solves {} of `families` for {} ({} [{}, {}] more; of the hardest "
-    "hundredth {} for {}), ACCEL, six, {} [{}, {}] for {}. It does not help others: DR, 14, has {} "
-    "[{}, {}] for {}, by `max_mc` PLR, 16, {} for {} ({} [{}, {}]), ACCEL {} [{}, {}] for {}: one "
-    "of eight fails. At 1e-2 PLR has {}.": lambda: [
-        *(of_rate(x).mean() for x in (0.006, 0.002)),
-        *pictures.gain(of_rate(0.006), of_rate(0.002)),
+    "PLR, 16 seeds each, solves {} of `families` for {} ({} [{}, {}] more; of the hardest "
+    "hundredth {} for {}, of dcd's mazes {} for {}), ACCEL, six, {} [{}, {}] for {}. It does not "
+    "help others: DR, 14, has {} [{}, {}] for {}, by `max_mc` PLR, 16, {} for {} ({} [{}, {}]), "
+    "ACCEL {} [{}, {}] for {}: one of eight fails. At 1e-2 PLR has {}.": lambda: [
+        *(x.mean() for x in of_rates("oracle")), *pictures.gain(*of_rates("oracle")),
         *(hardest_of_rate(x) for x in (0.006, 0.002)),
+        *(x.mean() for x in of_rates("oracle", "dcd")),
         *pictures.interval(chosen("lr=0.006 annealed", "accel.py", "4800")[:, None]),
         mean("accel_oracle", "families")[0],
         *pictures.interval(chosen("lr=0.006", "dr.py", "4700", 14)[:, None]),
         mean("dr", "families")[0],
-        *(x.mean() for x in by_max_mc()), *pictures.gain(*by_max_mc()),
+        *(x.mean() for x in of_rates("mc")), *pictures.gain(*of_rates("mc")),
         *pictures.interval(chosen("score=max_mc lr=0.006", "accel.py", "4800", 8)[:, None]),
         mean("accel", "families")[0], chosen("lr=0.01 annealed", cycles="7500").mean()],
     "does not help ({} [{}, {}] more of `families` after":
