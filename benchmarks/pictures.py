@@ -282,6 +282,12 @@ def draw_length():
                       label=title)  # fmt: skip
     value, low, high = np.array([worst(name).mean(0) for name in names]).T
     axis.plot(at, value, "s--", color="C2", lw=2, label="the hardest tenth of random levels")
+    short = "plr_1650_optimistic"
+    best = [*(of_seeds(short, suite).mean() for suite in SUITES), worst(short)[:, 0].mean()]
+    for i, value in enumerate(best):
+        label = None if i else "optimistic, learning rate 6e-3"
+        x = minutes(short) + 0.2 * (i - 1)
+        axis.plot(x, value, "*", color=f"C{i}", ms=14, mec="k", label=label)
     axis.set(ylim=(0.4, 1.01), xlim=(0, 11.5), xticks=[0, *at])
     axis.set_xticklabels(["0", *(f"{x:.1f}" for x in at)])
     axis.set_xlabel("minutes of one CPU core (PLR: 1,650, 3,300, 7,500 cycles)", fontsize=11)

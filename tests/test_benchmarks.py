@@ -576,7 +576,7 @@ RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmar
     "of dcd's mazes ACCEL solves {} [{}, {}] less and PLR {} [{}, {}] more.": lambda: [
         *less("accel", "accel_oracle"), *less("plr_oracle", "plr")],
     "{} minutes suffice for {} [{}, {}] of dcd's mazes, {} of `families` and {} of the hardest "
-    "tenth. In a whole training that rate gains nothing (six seeds: {} of `families` for {}).":
+    "tenth. In whole trainings it gains nothing (six seeds: {} of `families` for {}).":
         lambda: [
             pictures.minutes("plr_1650_optimistic"), *mean("plr_1650_optimistic"),
             mean("plr_1650_optimistic", "families")[0], worst("plr_1650_optimistic"),
