@@ -64,15 +64,6 @@ def difference(one, other, suite="dcd"):
     return gain(of_seeds(one, suite), of_seeds(other, suite))
 
 
-def relabelled(one, other, suite="dcd", draws=100_000):
-    """Permutation test over seeds: the two-sided p of the difference between two methods."""
-    x, y = of_seeds(one, suite), of_seeds(other, suite)
-    rng, both = np.random.default_rng(0), np.concatenate([x, y])
-    seeds = rng.permuted(np.tile(both, (draws, 1)), axis=1)
-    found = seeds[:, : len(x)].mean(1) - seeds[:, len(x) :].mean(1)
-    return (abs(found) >= abs(x.mean() - y.mean()) - 1e-12).mean()
-
-
 def last_parameters(name, suite):
     """Solve rates [S] of seeds 0 to 7 with the last parameters, not the averaged ones."""
     table = read(SEARCH / "last_parameters.csv")
