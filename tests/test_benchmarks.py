@@ -617,7 +617,8 @@ RESULTS = {  # what RESULTS.md says: what it should be, of what lies in benchmar
     "PLR gains {} [{}, {}] and ACCEL {} [{}, {}] by the true regret.": lambda: [
         *pictures.gain(of_rates("oracle")[0], of_rates("mc")[1]),
         *pictures.gain(faster_accel(), pictures.of_seeds("accel", "families"))],
-    "At 6e-3 PLR by it solves {} of the hardest hundredth for {}, but {} of dcd's mazes for {}.":
+    "At 6e-3 PLR by it solves {} of the hardest hundredth for {} (eight seeds), but {} of dcd's "
+    "mazes for {}.":
         lambda: [*(hardest_of_rate(x) for x in (0.006, 0.002)),
                  *(x.mean() for x in of_rates("oracle", "dcd"))],
     "entropy ends at {} for {}, and PLR solves {} [{}, {}] less of `families`.": lambda: [
