@@ -404,9 +404,9 @@ def find(buffer, code):
 def write_buffer(buffer, entries, slot, now, temperature, staleness_coef):
     """Update the slots of levels in the buffer; let new levels compete for the weakest slots.
 
-    Copies of one level get the mean of their scores and the best of their returns. The i-th best
-    new level competes with the i-th weakest slot (empty slots first, then by P) and takes it if its
-    score is not lower."""
+    Copies of a level in the buffer give it the mean of their scores and the best of their returns;
+    of copies of a new level the first counts. The i-th best new level competes with the i-th
+    weakest slot (empty slots first, then by P) and takes it if its score is not lower."""
     known, finished = slot < len(buffer.score), entries.scored
     copies = (slot[:, None] == slot) & finished  # [N, N]
     over_copies = lambda x: jnp.mean(jnp.broadcast_to(x, copies.shape), axis=1, where=copies)

@@ -29,13 +29,13 @@ LENGTHS = {"plr_1650": 1650, "plr_3300": 3300, "plr": 7500}  # cycles
 PLR_CHANGES = {  # columns of hacks.csv with two values: the larger one is the change
     "two_epochs": "two passes, not three", "ncc": "learned replay (NCC)",
     "solvable_only": "solvable levels only", "best_quarter": "best quarter of rollouts",
-    "vf_coef": "heavier value loss", "lr": "larger learning rate",
+    "vf_coef": "heavier value loss, looser clips", "lr": "larger learning rate",
     "truncated_bptt": "truncated backprop.", "thinned_walls": "walls thinned",
     "num_minibatches": "four minibatches", "mingru": "minGRU for the LSTM",
     "muon": "Muon for Adam",
 }  # fmt: skip
 SFL_CHANGES = {  # columns of short.csv
-    "vf_coef": "heavier value loss", "restart": "ended levels restart",
+    "vf_coef": "heavier value loss, looser clips", "restart": "ended levels restart",
     "solvable_only": "solvable levels only", "ent_coef": "entropy bonus 1e-2, not 1e-3",
     "num_minibatches": "four minibatches", "learnable_slots": "learnable slots only",
     "lr": "learning rate 3e-3, not 1.5e-3", "n_walls": "90 walls, not 60",
