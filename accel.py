@@ -413,12 +413,11 @@ def write_buffer(buffer, entries, slot, now, temperature, staleness_coef):
     weakest slot (empty slots first, then by P) and takes it if its score is not lower."""
     known, finished = slot < len(buffer.score), entries.scored
     copies = (slot[:, None] == slot) & finished  # [N, N]
-    over_copies = lambda x: jnp.mean(jnp.broadcast_to(x, copies.shape), axis=1, where=copies)
+    average = lambda x: jnp.mean(jnp.broadcast_to(x, copies.shape), axis=1, where=copies)
     target = jnp.where(known & finished, slot, len(buffer.score))
-    score, mean_return = over_copies(entries.score), over_copies(entries.mean_return)
     buffer = buffer._replace(
-        score=buffer.score.at[target].set(score, mode="drop"),
-        mean_return=buffer.mean_return.at[target].set(mean_return, mode="drop"),
+        score=buffer.score.at[target].set(average(entries.score), mode="drop"),
+        mean_return=buffer.mean_return.at[target].set(average(entries.mean_return), mode="drop"),
         max_return=buffer.max_return.at[slot].max(entries.max_return, mode="drop"),
         touched=buffer.touched.at[slot].set(now, mode="drop"),
     )
@@ -735,8 +734,10 @@ def make_train(config, devices=1):
         optimum = stats.get("optimal_return", jnp.nan)  # NaN if unknown
         outcomes = level_outcomes(batch, advantage, best_before, copies, optimum)
         episodes, mean_return, max_return, scores = outcomes
+        chosen = scores[config.score]  # a level whose score is NaN is not kept
+        demand(chosen.shape == episodes.shape, config, "score", "one of the shape [N]")
         entries = Buffer(
-            level=levels, code=code, scored=episodes > 0, score=scores[config.score],
+            level=levels, code=code, scored=(episodes > 0) & ~jnp.isnan(chosen), score=chosen,
             max_return=max_return, mean_return=mean_return, stats=stats, mutations=mutations,
             origin=origin, touched=jnp.full(len(code), state.cycles))  # fmt: skip
         return entries, slot, scores
@@ -951,6 +952,7 @@ RULES = (  # what is allowed, its test, the fields that it is for, teacher_ fiel
     ("at least 0", lambda x: x >= 0, """lr ent_coef vf_coef bptt_horizon n_walls num_edits seed
         eval_interval seeds_at_once sweep_random devices archive_interval plot_interval
         candidate_steps"""),
+    ("finite", np.isfinite, "lr ent_coef vf_coef"),
     ("at least 1", lambda x: x >= 1, """num_updates num_envs num_evals num_steps update_epochs
         num_minibatches s5_layers max_steps num_students filters buffer_size score_interval
         candidates_at_once eval_episodes log_interval checkpoint_interval"""),
@@ -1427,6 +1429,8 @@ def catch_signals():
     def note(number, _):
         caught.append(number)
         restore.close()
+        with suppress(OSError):  # print might be in use
+            os.write(2, b"\nstops after these cycles; at once if asked again\n")
 
     with restore:
         for number in (signal.SIGINT, signal.SIGTERM):

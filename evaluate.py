@@ -521,7 +521,7 @@ def read_rows(data, made_by, expected):
 def load(path, script=(), agent="protagonist", trainings=0):
     """The Run of a run folder's last checkpoint or of a checkpoint file; others: see Arguments."""
     path, script = Path(path), (script,) if isinstance(script, str | Path) else script
-    folder = path if path.is_dir() else path.parent
+    folder = path if path.is_dir() or path.suffix == "" else path.parent
     settings = read_config(folder)
     data = read_checkpoint(path / "checkpoint.msgpack" if path.is_dir() else path)
     made_by = settings.pop("script")
@@ -939,6 +939,8 @@ def evaluate(args):
     unknown = set(films) - set(names)
     if len(unknown) > 0:
         raise Refused(f"gif = {', '.join(unknown)}: allowed are {', '.join(names)}")
+    if len(films) > 0 and not {"EnvState", "render"} <= {*dir(env)}:
+        raise Refused(f"gif = {args.gif}: allowed is none, as there is no EnvState or render")
     out = choose_out(args, runs)
     if args.play:
         longest = max((maze.max_steps for maze in own), default=1)

@@ -786,6 +786,7 @@ RULES = (  # what is allowed, its test, the fields that it is for, teacher_ fiel
     ("at least 0", lambda x: x >= 0, """lr ent_coef vf_coef bptt_horizon n_walls num_edits seed
         eval_interval seeds_at_once sweep_random devices archive_interval plot_interval
         candidate_steps"""),
+    ("finite", np.isfinite, "lr ent_coef vf_coef"),
     ("at least 1", lambda x: x >= 1, """num_updates num_envs num_evals num_steps update_epochs
         num_minibatches s5_layers max_steps num_students filters buffer_size score_interval
         candidates_at_once eval_episodes log_interval checkpoint_interval"""),
@@ -1262,6 +1263,8 @@ def catch_signals():
     def note(number, _):
         caught.append(number)
         restore.close()
+        with suppress(OSError):  # print might be in use
+            os.write(2, b"\nstops after these cycles; at once if asked again\n")
 
     with restore:
         for number in (signal.SIGINT, signal.SIGTERM):

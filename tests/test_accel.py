@@ -10,8 +10,8 @@ import test_plr
 from parts import part
 from test_plr import (
     ACTS, LEARNS_IN_BRANCH, MODES, SMALL, K, T, check_a_free_slot_is_not_replayed,
-    check_an_empty_buffer, check_fresh_levels_shown, check_logged, close,
-    command_line, contents, defaults, equal, first_replay_of, follow_random_batches,
+    check_an_empty_buffer, check_fresh_levels_shown, check_levels_without_a_score, check_logged,
+    close, command_line, contents, defaults, equal, first_replay_of, follow_random_batches,
     gradient_updates, initial, learned, learned_from, learning_columns,
     length_without_robust, names, outcomes, play, products, program, records, refused, replayed,
     same_contents, slot_of_a_level_drawn_twice, sweeps_and_batches, trainings,
@@ -419,3 +419,7 @@ def test_a_buffer_too_small_for_a_parallel_cycle_is_refused():
     refused(accel, "buffer_size", 11, "12", parallel=True)
     accel.make_train(accel.Config(**(SMALL | dict(buffer_size=12, parallel=True))))
     accel.make_train(accel.Config(**(SMALL | dict(buffer_size=8, parallel=True, num_edits=0))))
+
+
+def test_a_level_without_a_score_is_not_kept():
+    check_levels_without_a_score(accel, **SERIAL)

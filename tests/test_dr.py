@@ -862,6 +862,14 @@ def test_an_array_that_is_known_is_checked_in_jit_too():
         assert str(error.value).endswith(": allowed is at least 0")
 
 
+@pytest.mark.parametrize("name", ["lr", "ent_coef", "vf_coef"])
+def test_weights_are_finite(name):
+    with pytest.raises(dr.BadConfig) as error:
+        dr.check(replace(SMALL, **{name: np.inf}))
+    assert str(error.value) == f"{name} = inf: allowed is finite"
+    dr.check(replace(SMALL, clip_eps=np.inf, max_grad_norm=np.inf))
+
+
 TESTED = replace(SMALL, eval_interval=2)
 
 

@@ -850,6 +850,21 @@ def test_bad_arguments(arguments, named, run, tmp_path, capsys, monkeypatch):
     assert named in errors[0], errors
 
 
+def test_no_film_where_an_environment_has_no_pictures(run, capsys, monkeypatch):
+    monkeypatch.delattr(amaze, "render")
+    monkeypatch.setattr(evaluate, "draw", None)  # refused before any level is drawn
+    status, _, errors = call(capsys, monkeypatch, run, *"--mazes MiniMaze --gif MiniMaze".split())
+    assert (status, len(errors)) == (2, 1)
+    assert errors[0].endswith("gif = MiniMaze: allowed is none, as there is no EnvState or render")
+
+
+def test_a_run_that_is_not_there_is_named(tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    status, _, errors = call(capsys, monkeypatch, tmp_path / "nope")
+    assert (status, len(errors)) == (2, 1)
+    assert f"{tmp_path}/nope/config.json is missing" in errors[0]
+
+
 def test_without_runs(capsys, monkeypatch):
     status, _, errors = call(capsys, monkeypatch)
     assert status == 2

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parts import part
+from parts import hacked, part
 from scipy.stats import spearmanr
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -692,6 +692,37 @@ def test_levels_are_written_with_the_score_that_was_chosen(parallel):
     for name in SCORES:
         assert close(scores[name], [x[3][name] for x in expected]), name
     assert len({str(np.round(x, 4)) for x in scores.values()}) == len(SCORES)
+
+
+def with_scores(module, change):
+    """A copy of a script in which max_mc, that of N levels, is changed, as a user's may be."""
+    end = "    return done.sum((0, 2)), mean_return, max_return, scores\n"
+    return hacked(module, {end: f"    scores['max_mc'] = scores['max_mc']{change}\n{end}"})
+
+
+@pytest.mark.parametrize("module", [plr, accel])
+def test_a_score_of_another_shape_is_refused(module):
+    copy = with_scores(module, "[:, None]")
+    train = copy.make_train(copy.Config(**SMALL))
+    state = jax.eval_shape(train.init, jax.random.key(0))
+    with pytest.raises(copy.BadConfig) as error:
+        jax.eval_shape(lambda state: train.update(state, 1), state)
+    assert str(error.value) == "score = 'max_mc': allowed is one of the shape [N]"
+
+
+def check_levels_without_a_score(module, **changes):
+    """A level whose score is NaN is not kept, and does not hinder others."""
+    history = play(with_scores(module, ".at[0].set(jnp.nan)"), 8, **changes)
+    for cycle in history:
+        assert not cycle.entries.scored[0]
+        buffer = cycle.after.buffer
+        assert not np.isnan(buffer.score[buffer.scored]).any()
+    assert sum(cycle.entries.scored[1:].any() for cycle in history) > 4
+    assert buffer.scored.sum() > 4
+
+
+def test_a_level_without_a_score_is_not_kept():
+    check_levels_without_a_score(plr)
 
 
 @pytest.mark.parametrize("number", [3, 32, 1000])

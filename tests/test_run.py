@@ -139,6 +139,8 @@ def test_signals_stop_after_the_chunk(tmp, stopped):
     assert args == ["--resume", "--out", str(folder)]
     assert [status for status, _, _ in said] == [130, 143]
     assert not any("Traceback" in err for _, _, err in said)
+    assert all(err.count("stops after these cycles; at once if asked again\n") == 1
+               for _, _, err in said)  # fmt: skip
     steps = [int(re.search(r"stopped at cycle (\d+)", out)[1]) for _, out, _ in said]
     assert load(folder)["cycles"] == steps[1] == last_update(folder)
     assert 30 <= steps[0] < 100 <= steps[1] < 300
