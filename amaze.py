@@ -1074,7 +1074,8 @@ def plot_levels(sections, columns=8, render=render):
             if k % columns == 0:
                 top += 0.2 + 0.14 * len(captions) + height
             x = 1.6 * (k % columns) + 0.8
-            axes.imshow(picture, extent=(x - width / 2, x + width / 2, top, top - height))
+            extent = (x - width / 2, x + width / 2, top, top - height)
+            axes.imshow(picture, extent=extent, origin="upper")  # whatever matplotlibrc says
             text = _caption({name: values[k] for name, values in captions.items()})
             axes.text(x, top - height - 0.05, text, ha="center", va="bottom", fontsize=8)
     figure.set_size_inches(1.6 * columns, top + 0.1)
@@ -1137,9 +1138,9 @@ def main():
     rng = jax.random.key(args.seed)
     if args.png:
         try:
-            from matplotlib.image import imsave
+            from PIL import Image  # imported here, as it is slow; matplotlib brings it
 
-            imsave(args.png, render(maze.sample(rng)))
+            Image.fromarray(render(maze.sample(rng))).save(args.png)
         except (OSError, ValueError) as error:  # no such folder or format
             parser.exit(1, f"cannot write {args.png}: {error}\n")
     elif not sys.stdin.isatty():

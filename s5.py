@@ -1,17 +1,20 @@
-"""S5, the simplified state space layer, as a policy's recurrent core (Smith 2023, 2208.04933).
+"""Recurrent cores for [T, B, ...]: S5 (Smith 2023, 2208.04933), LSTM, GRU, none. See make_core.
+
+A core maps carry, x [T, B, I], is_first [T, B] to carry, y [T, B, H]; to act, T = 1. Its state is
+dropped where is_first. core.initial_carry(B) is the state at the start of an episode. For S5:
 
     x'(t) = Lambda x(t) + B u(t),    y(t) = C x(t) + D u(t)        a diagonal, complex state space
     x_k   = Lambda_bar x_{k-1} + B_bar u_k                         at steps of learned length Delta
     y_k   = 2 Re(C x_k) + D u_k                                    one state of each conjugate pair
     u    <- LayerNorm(u + g * sigmoid(W g + b)),  g = gelu(y)      a layer; S5 stacks n_layers
 
-Learning takes all T steps at once with a parallel scan, acting (T = 1) one step of the recurrence;
-both reset the state where an episode begins. Arrays with axes T or N hold complex numbers as pairs
-of reals, [2, P] = (re, im): XLA compiles complex scans about seven times slower on a CPU.
-Shapes: T steps, N sequences, H = d_model features, P = ssm_size / 2 complex states.
+Learning takes all T steps at once with a parallel scan, acting (T = 1) one step of the recurrence.
+Arrays with axes T or N hold complex numbers as pairs of reals, [2, P] = (re, im): XLA compiles
+complex scans about seven times slower on a CPU.
+Shapes: T steps, N sequences (B in the scripts), H = d_model features, P = ssm_size / 2 states.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import flax.linen as nn
 import jax
@@ -20,6 +23,12 @@ import numpy as np
 
 DELTA = 0.001, 0.1  # initial steps: log-uniform between these
 CONJ = np.float32([[1], [-1]])  # [2, 1]  (re, im) * CONJ is the complex conjugate
+
+
+def on_gpu():
+    """Whether a GPU runs this. Its time depends on the number of kernels, a CPU's on arithmetic
+    and memory: scans, projections and sums over time have a form for each, with one result."""
+    return jax.default_backend() != "cpu"
 
 
 def pair(z):
@@ -32,7 +41,7 @@ def times(a, x):
     return a[0] * x - a[1] * CONJ * jnp.flip(x, -2)
 
 
-def scan(Lambda_bar, keep, x, Bu, reverse=False):
+def parallel_scan(Lambda_bar, keep, x, Bu, reverse=False):
     """x_k = keep_k Lambda_bar x_{k-1} + Bu_k for k = 1..T from x_0 = x [N, 2, P]: [T, N, 2, P].
 
     A parallel scan (sec. 2.2, app. H) for a constant Lambda_bar. On a CPU in 3 sqrt(T) steps: T/L
@@ -41,9 +50,9 @@ def scan(Lambda_bar, keep, x, Bu, reverse=False):
     T = len(Bu)
     if T == 1:  # acting
         return keep * times(Lambda_bar, x) + Bu
-    if jax.default_backend() != "cpu":
+    if on_gpu():
         if reverse:
-            return scan(Lambda_bar, keep[::-1], x, Bu[::-1])[::-1]
+            return parallel_scan(Lambda_bar, keep[::-1], x, Bu[::-1])[::-1]
         earlier = lambda x, n: jnp.concatenate([jnp.zeros_like(x[:n]), x[: max(T - n, 0)]])
         xs, s = jnp.concatenate([Bu[:1] + keep[:1] * times(Lambda_bar, x), Bu[1:]]), 1
         while s < T:
@@ -81,12 +90,12 @@ def scan(Lambda_bar, keep, x, Bu, reverse=False):
 
 @jax.custom_vjp
 def recurrence(Lambda_bar, keep, x_0, Bu):
-    """scan, with a gradient that stores only x: Lambda_bar [2, P], keep [T, N, 1, 1], Bu like x."""
-    return scan(Lambda_bar, keep, x_0, Bu)
+    """parallel_scan; its gradient stores x only. Lambda_bar [2, P], keep [T, N, 1, 1], Bu as x."""
+    return parallel_scan(Lambda_bar, keep, x_0, Bu)
 
 
 def recurrence_forward(Lambda_bar, keep, x_0, Bu):
-    x = scan(Lambda_bar, keep, x_0, Bu)
+    x = parallel_scan(Lambda_bar, keep, x_0, Bu)
     return x, (Lambda_bar, keep, x_0, x)
 
 
@@ -94,7 +103,7 @@ def recurrence_backward(residuals, d_x):
     """The adjoint is the same recurrence, backwards in time and with Lambda_bar's conjugate."""
     Lambda_bar, keep, x_0, x = residuals
     Lambda_conj, keep_next = Lambda_bar * CONJ, jnp.concatenate([keep[1:], keep[:1]])
-    d_Bu = scan(Lambda_conj, keep_next, jnp.zeros_like(x_0), d_x, reverse=True)
+    d_Bu = parallel_scan(Lambda_conj, keep_next, jnp.zeros_like(x_0), d_x, reverse=True)
     x_prev, d = jnp.concatenate([x_0[None], x[:-1]]), keep * d_Bu  # [T, N, 2, P]
     d_re = (d * x_prev).sum((0, 1, 2))                             # [P]
     d_im = (d * -CONJ * jnp.flip(x_prev, -2)).sum((0, 1, 2))       # [P]
@@ -191,3 +200,126 @@ class S5(nn.Module):
             x, u = layer(x, u, keep)
             last.append(x)
         return tuple(last), u
+
+
+# --- LSTM, GRU, none
+
+
+def scan(step, carry, xs, reverse=False, unroll=8):
+    """jax.lax.scan, on a GPU unrolled: fewer CUDA graphs; an LSTM's short steps compile fast."""
+    return jax.lax.scan(step, carry, xs, reverse=reverse, unroll=unroll if on_gpu() else 1)
+
+
+@jax.custom_vjp
+def lstm(carry, x, is_first, w, b):
+    """LSTM (Hochreiter 1997): x [T, B, I], w [4H, I + H], b [4H] -> carry, h [T, B, H]. Inputs may
+    also be projected already: x [T, B, 4H], w [4H, H]. Each step computes the same as flax's
+        carry, h[t] = nn.LSTMCell(H)(carry, x[t])        with carry zero where is_first[t].
+    On a CPU w @ [x; h] with units first, [I + H, B], is twice as fast as the transposed product.
+    The gradient, also the same, is written by hand: dw is one large product, not a sum over T."""
+    return lstm_forward(carry, x, is_first, w, b)[0]
+
+
+def lstm_forward(carry, x, is_first, w, b):
+    def step(carry, inputs):
+        x, keep = inputs
+        c, h = carry[0] * keep, carry[1]  # [H, B]; keep: 0 where o_t opens an episode, else 1
+        z = w @ h * keep + x.T if projected else w @ jnp.concatenate([x.T, h * keep])
+        i, f, g, o = jnp.split(z + b[:, None], 4)
+        i, f, g, o = nn.sigmoid(i), nn.sigmoid(f), jnp.tanh(g), nn.sigmoid(o)
+        c_next = f * c + i * g
+        h_next = o * jnp.tanh(c_next)
+        saved = i, f, g, o, c
+        return (c_next, h_next), (h_next.T, jnp.stack(saved) if on_gpu() else saved)
+
+    projected, keep = w.shape[1] == carry[1].shape[1], 1.0 - is_first[:, None]
+    (c, h), (hs, saved) = scan(step, (carry[0].T, carry[1].T), (x, keep), unroll=16)
+    return ((c.T, h.T), hs), (x, carry[1], hs, saved, keep, w)
+
+
+def lstm_backward(residuals, gradients):
+    def step(d_carry, inputs):
+        d_h, (i, f, g, o, c), keep = inputs
+        d_h, tanh_c = d_carry[1] + d_h.T, jnp.tanh(f * c + i * g)
+        d_c = d_carry[0] + d_h * o * (1 - tanh_c**2)
+        d_gates = d_c * g, d_c * c, d_c * i, d_h * tanh_c
+        slopes = i * (1 - i), f * (1 - f), 1 - g**2, o * (1 - o)
+        d_z, d_c = jnp.concatenate([x * y for x, y in zip(d_gates, slopes)]), d_c * f
+        d_x, d_h = jnp.split(w.T @ d_z, [w.shape[1] - len(c)])
+        return (d_c * keep, d_h * keep), (d_z.T, d_z.T if projected else d_x.T)
+
+    (x, h_0, hs, saved, keep, w), ((d_c, d_h), d_hs) = residuals, gradients
+    projected, inputs = w.shape[1] == h_0.shape[1], (d_hs, saved, keep)
+    (d_c, d_h), (d_z, d_x) = scan(step, (d_c.T, d_h.T), inputs, reverse=True, unroll=16)
+    h = jnp.concatenate([h_0[None], hs[:-1]]) * keep.swapaxes(1, 2)  # h before each step
+    xh = h if projected else jnp.concatenate([x, h], axis=-1)
+    flat = lambda x: x.reshape(-1, x.shape[-1])  # [T * B, ...]
+    # the barrier keeps XLA from transposing the product, which would take longer
+    d_w = jax.lax.optimization_barrier(flat(xh).T @ flat(d_z)).T
+    return (d_c.T, d_h.T), d_x, None, d_w, d_z.sum((0, 1))
+
+
+lstm.defvjp(lstm_forward, lstm_backward)
+
+
+def gru(carry, x, is_first, w, b):
+    """GRU (1406.1078): projected x [T, B, 3H], w [3H, H], b [3H] -> carry, h [T, B, H]."""
+
+    def step(h, inputs):
+        z, keep = inputs
+        h = h * keep
+        (zr, zu, zn), (hr, hu, hn) = jnp.split(z, 3, axis=-1), jnp.split(h @ w.T, 3, axis=-1)
+        r, u = nn.sigmoid(zr + hr), nn.sigmoid(zu + hu)
+        h = (1 - u) * jnp.tanh(zn + r * hn) + u * h
+        return h, h
+
+    return scan(step, carry, (x + b, 1.0 - is_first[..., None]))
+
+
+class GatedCore(nn.Module):
+    """LSTM, GRU or none (y = x): carry, x [T, B, I], is_first [T, B] -> carry, y [T, B, H]."""
+
+    rnn: str
+    size: int
+
+    def initial_carry(self, batch):
+        h = jnp.zeros((batch, self.size))
+        return {"lstm": (h, h), "gru": h, "none": ()}[self.rnn]
+
+    @nn.compact
+    def __call__(self, carry, x, is_first):
+        if self.rnn == "none":
+            return carry, x
+        core, gates = {"lstm": (lstm, 4), "gru": (gru, 3)}[self.rnn]
+        project = self.rnn == "gru" or x.shape[-1] > gates * self.size  # a teacher's are wide
+        if project:  # project all steps in one product; for the barrier see lstm_backward
+            x = nn.Dense(gates * self.size, use_bias=False)(x)
+            x = jax.lax.optimization_barrier(x)
+
+        def kernel(rng):  # [gates * H, I + H]; the columns for h are orthogonal, gate by gate
+            rng, *rngs = jax.random.split(rng, 1 + gates)
+            w_h = jnp.vstack([orthogonal(1.0)(rng, (self.size, self.size)) for rng in rngs])
+            lecun_normal = nn.initializers.lecun_normal(in_axis=1, out_axis=0)
+            w_x = [] if project else [lecun_normal(rng, (gates * self.size, x.shape[-1]))]
+            return jnp.hstack([*w_x, w_h])
+
+        bias = self.param("bias", nn.initializers.zeros, gates * self.size)
+        w = self.param("kernel", kernel)
+        if self.rnn == "lstm" and not project and len(x) > 1 and on_gpu():  # one product, too
+            w_x, w = jnp.split(w, [x.shape[-1]], axis=1)
+            x = x @ w_x.T
+        return core(carry, x, is_first, w, bias)
+
+
+def orthogonal(scale):
+    """flax's initialiser, for one seed after the other: on a CPU, a QR decomposition that is
+    batched over seeds can block jaxlib's threads for ever."""
+    draw, in_turn = nn.initializers.orthogonal(scale), jax.custom_batching.sequential_vmap
+    return lambda rng, shape, dtype=None: in_turn(partial(draw, shape=shape))(rng)
+
+
+def make_core(rnn, size, s5_layers, s5_norm):
+    """The core `rnn`: lstm, gru, s5 or none, of `size` units."""
+    if rnn == "s5":
+        return S5(d_model=size, ssm_size=max(size // 4 * 4, 4), n_layers=s5_layers, norm=s5_norm)
+    return GatedCore(rnn, size)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import matplotlib.style
 import numpy as np
 from flax import serialization
 from matplotlib.figure import Figure
@@ -30,15 +31,12 @@ def read_buffer(path):
     """A checkpoint's Buffer [R, K, ...] and replay probabilities [R, K], as NumPy arrays."""
     if not path.exists():
         sys.exit(f"{path}: does not exist; train with --archive-interval to get it")
-    stored, data = evaluate.read_config(path.parent), evaluate.read_checkpoint(path)
-    module = evaluate.import_script(evaluate.choose_script(stored.pop("script"), ()))
+    data, _, _, module, config = evaluate.read_run(path)
     if not hasattr(module, "replay_probabilities"):
-        sys.exit(f"{path}: allowed is a run of plr.py or accel.py")
-    stored.pop("track", None)
-    config = module.Config(**stored)
+        sys.exit(f"{path}: must be of a run of plr.py or accel.py")
     expected = jax.eval_shape(module.make_train(config).init, jax.random.key(0)).buffer
     buffer = serialization.from_state_dict(expected, data["state"]["buffer"])
-    rows, cycle = data["rows"].values(), data["cycles"]
+    rows, cycle = data["rows"], data["cycles"]
     strength = ([row.get(name, getattr(config, name)) for row in rows]  # may be swept
                 for name in ("temperature", "staleness_coef"))  # fmt: skip
     inputs = jax.tree.map(jnp.asarray, (buffer, *map(np.array, strength)))
@@ -60,6 +58,7 @@ def test_walls():
             yield name, np.asarray(level.wall_map)
 
 
+@matplotlib.style.context("default")
 def plot(chosen, path):
     """Draw {update: levels as text}, a row for each update."""
     columns = max(map(len, chosen.values()))

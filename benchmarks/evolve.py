@@ -26,6 +26,7 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(len(os.sched_getaffinity(0)))) 
 # ruff: noqa: E402
 import jax
 import jax.numpy as jnp
+import matplotlib.style
 import numpy as np
 from evosax.algorithms import SNES
 from flax import serialization
@@ -84,8 +85,8 @@ def score(script, size, changes, rng):
     """Train with these changes of Config -> the solve rate on LEVELS random levels."""
     config = replace(script.Config(**size), **changes)
     train = script.make_train(config)
-    params = train(rng)[0].student.params
-    rng_levels, rng_play = jax.random.split(jax.random.fold_in(rng, 1))
+    rng_train, rng_levels, rng_play = jax.random.split(rng, 3)
+    params = train(rng_train)[0].student.params
     draw = lambda rng: amaze.sample_level(rng, config.n_walls, config.height, config.width)
     obs, state = jax.vmap(train.reset)(jax.vmap(draw)(jax.random.split(rng_levels, LEVELS)))
 
@@ -128,6 +129,7 @@ def start(what):
     return point, lambda point: {name: LINES[name][1](x) for name, x in point.items()}
 
 
+@matplotlib.style.context("default")
 def plot(options, changes, rows):
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     axis, found = figure.subplots(1, 2)
@@ -163,8 +165,8 @@ def evolve(options, size):
     point, to_changes = start(options.what)
     strategy = SNES(options.population, point)
     params = strategy.default_params.replace(std_init=STEP[options.what])
-    rng = jax.random.key(options.seed)
-    state = strategy.init(rng, point, params)
+    rng, rng_init = jax.random.split(jax.random.key(options.seed))
+    state = strategy.init(rng_init, point, params)
     table, kept = (options.out / f"{options.what}.{end}" for end in ("csv", "msgpack"))
     rows, chosen = [], {name: getattr(options, name) for name in SEARCH}
     chosen["num_updates"] = size["num_updates"]
@@ -235,7 +237,7 @@ def main():
     options = parser.parse_args()
     for number in options.population * options.seeds, options.compare:
         if number % jax.device_count():
-            parser.error(f"{number} trainings: allowed are multiples of {jax.device_count()} cores")
+            parser.error(f"{number} trainings: must be a multiple of {jax.device_count()} cores")
     options.out.mkdir(parents=True, exist_ok=True)
     size = SMALL | {"num_updates": options.num_updates}
     changes = evolve(options, size)

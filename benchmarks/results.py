@@ -7,10 +7,11 @@
 
 Methods are trained one after the other, in order of interest; each continues from its checkpoint.
 When all are trained, or with --evaluate, --results gets a folder for each finished method:
-`dcd.csv` and `families.csv` (every seed on every maze), `tables.txt`, `logs.csv` (raw), `curve.csv`
-(solve rate of every seed on dcd's mazes against minutes and cost). It also gets `mazes.md` and
-`learning.png` (all methods with a folder there), a row for each finished method in `records.csv`,
-and `play.html`, where the first training of each method's last evaluated run plays.
+`dcd.csv` and `families.csv` (every seed on every maze), `tables.txt`, `logs.csv` (the columns that
+pages and pictures read), `curve.csv` (solve rate of every seed on dcd's mazes against minutes and
+cost). It also gets `mazes.md` and `learning.png` (all methods with a folder there), a row for each
+finished method in `records.csv`, and `play.html`, where the first training of each method's last
+evaluated run plays.
 
 Costs are in minutes of one core and in published PPO updates. One such update is that of `dr.py`
 with its defaults, timed just before each method on as many cores. `--changed` goes to records.csv.
@@ -18,6 +19,7 @@ with its defaults, timed just before each method on as many cores. `--changed` g
 
 import argparse
 import csv
+import hashlib
 import json
 import re
 import shutil
@@ -27,14 +29,15 @@ import sys
 import time
 from pathlib import Path
 
+import matplotlib.style
 import numpy as np
-from flax import traverse_util
+from flax import serialization, traverse_util
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import evaluate as evaluation  # noqa: E402
-from dr import read_checkpoint, read_config, write_checkpoint  # noqa: E402
+from dr import read_checkpoint  # noqa: E402
 
 S5 = "--rnn s5 --lr 1e-4 --ent-coef 1e-3"
 S5_PARALLEL = "--parallel --rnn s5 --lr 1e-4 --gae-lambda 0.98 --ent-coef 1e-3"
@@ -61,6 +64,10 @@ METHODS = {  # name: script and options; for S5 the published ones
     "accel_parallel_s5": "accel.py --parallel --rnn s5 --lr 3e-5 --ent-coef 0 --temperature 0.1",
     "paired": "paired.py",
 }  # fmt: skip
+LOGGED = (  # columns of logs.csv that results/ keeps
+    "update|grad_updates|env_steps|seed|seconds|(train|eval)_solve_rate|teacher_entropy|"
+    r"buffer_(walls|mutations)_weighted|never_solved_regret_share|rank_correlation_\w+"
+)
 SEEDS = dict.fromkeys(["accel", "plr", "plr_optimistic", "plr_1650_optimistic"], 16)  # others: 8
 SUITES = "dcd", "families"
 TITLES = {"accel": "ACCEL", "plr": "robust PLR", "sfl": "SFL", "dr": "DR", "paired": "PAIRED"}
@@ -178,6 +185,7 @@ def compare(folders):
             yield f"| {maze} | {' | '.join(rates + published)} |"
 
 
+@matplotlib.style.context("default")
 def plot(folders, path):
     """Draw a panel for each method (seeds, their mean, a published mean) and one of all means."""
     figure = Figure(figsize=(8, 5.4), layout="constrained")
@@ -241,6 +249,13 @@ def record(name, options, said):
     write(path, [*rows, row])
 
 
+def keep_log(run, into):
+    """Write logs.csv without the columns that no page or picture reads."""
+    rows = read(run / "logs.csv")
+    kept = [name for name in rows[0] if re.fullmatch(LOGGED, name)]
+    write(into / "logs.csv", [{name: row[name] for name in kept} for row in rows])
+
+
 def keep_agents(page, before):
     """The new play.html, with agents of the earlier one for methods that the new one lacks."""
     held = lambda text: json.loads(text.split('id="data">')[1].split("</script>")[0])
@@ -257,19 +272,19 @@ def keep_agents(page, before):
 
 def keep_first_agent(run, into):
     """Write a run folder with only the parameters of the first training, for evaluate.py."""
-    config, data = read_config(run), read_checkpoint(run / "checkpoint.msgpack")
+    data = read_checkpoint(run / "checkpoint.msgpack")
     if "student" not in data["state"]:  # PAIRED has several
         return
     student = data["state"]["student"]
-    params = student["average_params"] or student["params"]
+    params = student.get("average_params") or student["params"]
     params = {name: x[:1] for name, x in traverse_util.flatten_dict(params).items()}
+    config = json.loads(data["config"]) | {"seeds": 1, "out": ""}
+    data |= {"config": json.dumps(config, indent=2), "rows": data["rows"][:1]}
     data["state"] = {"student": {"params": traverse_util.unflatten_dict(params)}}
-    data["rows"] = {"0": data["rows"]["0"]}
-    for fields in config, data["config"]:
-        fields |= {"seeds": 1}
     into.mkdir(parents=True, exist_ok=True)
-    (into / "config.json").write_text(json.dumps(config | {"out": ""}, indent=2))
-    write_checkpoint(into / "checkpoint.msgpack", data)
+    (into / "config.json").write_text(data["config"])
+    body = serialization.msgpack_serialize(data)
+    (into / "checkpoint.msgpack").write_bytes(hashlib.sha256(body).digest() + body)
 
 
 def evaluate(options):
@@ -295,7 +310,7 @@ def evaluate(options):
                 shutil.copy(options.out / "evaluated" / "results.csv", into / f"{suite}.csv")
         print(said["dcd"], flush=True)
         (into / "tables.txt").write_text("\n\n".join(said.values()) + "\n")
-        shutil.copy(run / "logs.csv", into)
+        keep_log(run, into)
         unit = seconds_of_an_update(options.out / f"{name}_unit")
         write(into / "curve.csv", list(curve(run, unit)))
         record(name, options, said["sampled"])
@@ -336,9 +351,9 @@ def main():
     options = parser.parse_args()
     methods = FAST if options.fast else METHODS
     if unknown := {*options.methods} - {*methods}:
-        parser.error(f"--methods {', '.join(unknown)}: allowed are {', '.join(methods)}")
+        parser.error(f"--methods {', '.join(unknown)}: must be some of {', '.join(methods)}")
     if options.devices < 1:
-        parser.error(f"--devices {options.devices}: allowed is at least 1")
+        parser.error(f"--devices {options.devices}: must be at least 1")
     options.methods = {name: methods[name] for name in options.methods or methods}
     options.out = options.out or Path("runs/fast" if options.fast else "runs/published")
     options.results = options.results or options.out / "results"

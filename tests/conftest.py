@@ -17,7 +17,7 @@ DEFAULTS = {"XLA_FLAGS": FLAGS, "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
             "JAX_COMPILATION_CACHE_DIR": CACHE.name}  # fmt: skip
 os.environ.update(DEFAULTS | os.environ)  # before JAX is imported
 
-from runs import call, launch, pool, tmp, train  # noqa: E402, F401
+from runs import call, launch, main, pool, tmp, toys, train  # noqa: E402, F401
 
 
 def pytest_configure(config):

@@ -1,18 +1,44 @@
 """Access to parts of make_train for tests: by name, and in copies of scripts that change some."""
 
+import subprocess
 import sys
 from itertools import count
 from pathlib import Path
 from types import ModuleType
 
+import jax
+
 MARK = "\n# --- command line\n"
 number = count()
 
 
+def closures(function, found):
+    """What a function, and those that it uses, have from the functions around them: name -> it."""
+    inner = getattr(function, "func", None), *getattr(function, "args", ())  # of a partial
+    cells = getattr(function, "__closure__", None) or ()
+    held = dict(zip(function.__code__.co_freevars, cells)) if cells else {}
+    for name, cell in held.items():
+        if name not in found:
+            found[name] = cell.cell_contents
+            closures(found[name], found)
+    for other in inner:
+        if callable(other):
+            closures(other, found)
+    return found
+
+
 def part(train, *names):
     """The object (mostly a function) that make_train has under a name; a list for several names."""
-    found = [train.parts[name] for name in names]
+    known = {}
+    for function in (train, train.init, train.update, train.show):
+        closures(function, known)
+    found = [known[name] for name in names]
     return found if len(names) > 1 else found[0]
+
+
+def cycle_rngs(state, number):
+    """The random keys of the cycle that comes next, as the first lines of `cycle` make them."""
+    return jax.random.split(jax.random.fold_in(state.rng, state.cycles), number)
 
 
 def hacked(module, changes, **names):
@@ -23,10 +49,22 @@ def hacked(module, changes, **names):
     for old, new in changes.items():
         assert upper.count(old) == 1, old
         upper = upper.replace(old, new)
-    copy = ModuleType(f"{module.__name__}_hacked_{next(number)}")
-    copy.__file__ = module.__file__
-    sys.modules[copy.__name__] = copy  # where dataclasses look for it
-    exec(compile(upper + mark + lower, copy.__file__, "exec", dont_inherit=True), vars(copy))
+    copy = from_text(module, upper + mark + lower)
     assert not names.keys() & vars(copy).keys()
     vars(copy).update(names)
+    return copy
+
+
+def patched(module, diff):
+    """A copy of a script with the changes of a diff, which must apply as it stands."""
+    command = ["patch", "-F0", "-s", "-o", "-", module.__file__, diff]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return from_text(module, done.stdout)
+
+
+def from_text(module, text):
+    copy = ModuleType(f"{module.__name__}_changed_{next(number)}")
+    copy.__file__ = module.__file__
+    sys.modules[copy.__name__] = copy  # where dataclasses look for it
+    exec(compile(text, copy.__file__, "exec", dont_inherit=True), vars(copy))
     return copy

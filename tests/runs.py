@@ -1,29 +1,34 @@
-"""Run the command line in processes: fixtures and helpers, mostly of test_run and test_devices."""
+"""Run the command line, in processes or with a toy for a training: fixtures and helpers."""
 
 import csv
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from forks import Server
+from forks import Fork
 
-from dr import read_checkpoint
+import amaze
+import dr
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = """--height 5 --width 5 --n-walls 6 --max-steps 12 --num-envs 8 --num-steps 16 --rnn none
     --hidden-size 16 --update-epochs 2 --lr 1e-2 --eval-suite TrivialMaze --eval-episodes 2
     --log-interval 2 --eval-interval 4""".split()
+TOY = """--num-updates 12 --log-interval 2 --eval-interval 4 --checkpoint-interval 4
+    --archive-interval 4 --devices 1 --lr 0.1""".split()
 SHORT = [*TINY, *"--num-updates 12 --checkpoint-interval 4 --archive-interval 4".split()]
-FOUR = [*SHORT, *"--seeds 4 --devices 1".split()]
-LONG = [*TINY, *"--num-updates 300 --checkpoint-interval 16 --plot-interval 250 --seeds 2".split()]
 
 
 @pytest.fixture(scope="module")
@@ -35,33 +40,25 @@ def tmp(tmp_path_factory):
 @pytest.fixture(scope="module")
 def launch(tmp):
     """Start `python dr.py ...` or another script, as a fork if that makes no difference. devices:
-    as if the user set XLA_FLAGS; before: Python code that the process runs before the script."""
-    for name in ("wandb", "trackio"):  # found before the real ones, and not to be imported
-        (tmp / "unasked").mkdir(exist_ok=True)
-        (tmp / "unasked" / f"{name}.py").write_text(f"raise SystemExit('{name} is imported')")
+    as if the user set XLA_FLAGS; env: further variables, in a new process."""
 
-    def launch(*args, devices=1, script=ROOT / "dr.py", env=(), before="", cwd=tmp):
+    def launch(*args, devices=1, script=ROOT / "dr.py", env=(), cwd=tmp):
         flags = os.environ["XLA_FLAGS"]
         flags += f" --xla_force_host_platform_device_count={devices}" if devices else ""
-        defaults = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        defaults = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
         defaults |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        path = [tmp / "unasked", ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
-        defaults |= {"PYTHONPATH": os.pathsep.join(map(str, path))}
-        if devices and script != "-c" and not (env or before):
-            with lock:  # tests start two at a time
-                servers[:] = servers or [Server(tmp, defaults)]
-            return servers[0].start([*map(str, [script, *args])], defaults, cwd)
-        env, command = defaults | dict(env), [sys.executable, *map(str, [script, *args])]
-        if before:
-            before = f"import os, sys; {before}; os.execv(sys.executable, sys.argv[1:])"
-            command = [sys.executable, "-c", before, *command]
+        command = [*map(str, [script, *args])]
+        if devices and script != "-c" and not env:
+            folder = tmp / f"fork_{next(numbers)}"
+            folder.mkdir()
+            return Fork(folder, cwd, defaults, command)
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        return subprocess.Popen(command, env=env, cwd=cwd, **pipes)
+        command = [sys.executable, *command]
+        return subprocess.Popen(command, env=defaults | dict(env), cwd=cwd, **pipes)
 
-    servers, lock = [], threading.Lock()
-    yield launch
-    for server in servers:
-        server.end()
+    numbers = count()
+    return launch
 
 
 def finish(process):
@@ -104,7 +101,7 @@ def pool():
 
 
 def load(folder):
-    return read_checkpoint(folder / "checkpoint.msgpack")
+    return dr.read_checkpoint(folder / "checkpoint.msgpack")
 
 
 def table(folder):
@@ -127,7 +124,7 @@ def assert_same_state(folder, other):
     assert one["rows"] == two["rows"]
     one, two = leaves(one), leaves(two)
     assert one.keys() == two.keys()
-    assert len(one) > 20
+    assert len(one) > 2
     assert [name for name in one if not np.array_equal(one[name], two[name], True)] == []
 
 
@@ -139,10 +136,10 @@ def assert_equal(folder, other):
 
 def assert_close(folder, rows, other, other_rows):
     """Rows of a run equal rows of another up to rounding, except for columns that only one run
-    sweeps and for rank correlations, which jump where rounding changes a tie."""
+    sweeps."""
     one, two = leaves(load(folder)), leaves(load(other))
     assert one.keys() == two.keys()
-    assert len(one) > 20
+    assert len(one) > 2
     for name in one:
         assert np.allclose(one[name][rows], two[name][other_rows], 1e-3, 1e-4, True), name
     logs = []
@@ -152,8 +149,6 @@ def assert_close(folder, rows, other, other_rows):
     assert len(logs[0]) == len(logs[1]) > 0
     for line, other_line in zip(*logs):
         for name in line.keys() & other_line.keys():
-            if name.startswith("rank_correlation"):
-                continue
             x, y = line[name], other_line[name]
             assert (x == y == "") or np.isclose(float(x), float(y), 1e-3, 1e-4), name
 
@@ -194,3 +189,77 @@ def copy(tmp, name, changes, script="dr.py"):
         text = text.replace(old, new)
     (tmp / f"{name}.py").write_text(text)
     return tmp / f"{name}.py"
+
+
+# --- a toy for a training: all below the mark `# --- command line`, in milliseconds
+
+
+def toy(config, devices=1):
+    """In place of make_train: a random walk of three numbers, which depends on every key."""
+
+    def train(rng):
+        raise NotImplementedError
+
+    def cycle(state, _):
+        noise = jax.random.normal(jax.random.fold_in(state.rng, state.cycles), 3)
+        cycles, walk = state.cycles + 1, 0.9 * state.student + config.lr * noise
+        due, diverged = cycles % config.eval_interval == 0, (config.lr > 1e3) & (cycles > 6)
+        metrics = {"grad_updates": cycles, "rollouts": cycles}
+        metrics["loss"] = jnp.where(diverged, jnp.inf, walk.sum())
+        metrics["train_solve_rate"] = jax.nn.sigmoid(walk[0])
+        metrics["eval_solve_rate"] = jnp.where(due, jax.nn.sigmoid(walk[1]), jnp.nan)
+        return state.replace(cycles=cycles, student=walk), metrics
+
+    def show(state):
+        level = amaze.sample_level(state.rng, 3, 5, 5)
+        return {"a level": (jax.tree.map(lambda x: x[None], level), {})}
+
+    dr.check(config)
+    train.init = lambda rng: dr.RunnerState(rng, jnp.zeros((), int), jnp.zeros(3))
+    train.update = lambda state, cycles: jax.lax.scan(cycle, state, None, cycles)
+    train.show = show
+    return train
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """main(words) -> exit status, stdout, the error's line: of dr.py in this process."""
+
+    def main(*words, module=dr):
+        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, words)])
+        handlers = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)}
+        status = 0
+        try:
+            module.main()
+        except SystemExit as stop:
+            status = stop.code
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err
+        return status, said.out, (re.findall(rf"{module.SCRIPT}: error: .*", said.err) or [""])[-1]
+
+    return main
+
+
+@pytest.fixture
+def toys(monkeypatch, main):
+    """The same, where a training is the toy's, on one device; compiled once."""
+    monkeypatch.setattr(dr, "make_train", toy)
+    make = dr.make_programs
+
+    def make_programs(config, *args):
+        key = str((replace(config, out="", resume=False, track=""), args[0], args[2]))
+        programs[key] = programs.get(key) or make(config, *args)
+        return programs[key]
+
+    monkeypatch.setattr(dr, "make_programs", make_programs)
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 0.0)
+    yield lambda *words: main(*TOY, *words)
+    jax.config.update(name, before)
+
+
+programs = {}

@@ -16,13 +16,14 @@ import numpy as np
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
-from parts import hacked, part
+from parts import cycle_rngs, hacked, part
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import amaze  # noqa: E402
 import dr  # noqa: E402
+import s5  # noqa: E402
 
 SMALL = dr.Config(
     rnn="none", hidden_size=16, height=5, width=5, n_walls=6, max_steps=5, num_envs=4, num_evals=2,
@@ -68,7 +69,7 @@ def random_inputs(T, B, seed=0):
 
 def make_network(rnn, size=16):
     """A network and its parameters, with noise so that no output is close to 0."""
-    network = dr.ActorCritic(dr.make_core(rnn, size, 2, "after"))
+    network = dr.ActorCritic(s5.make_core(rnn, size, 2, "after"))
     inputs = random_inputs(1, 1)
     params = jax.jit(network.init)(SEED, network.core.initial_carry(1), *inputs)
     flat, unravel = ravel_pytree(params)
@@ -177,7 +178,7 @@ def test_the_forms_for_a_gpu_equal_those_for_a_cpu(rnn, monkeypatch):
 
 def test_embedding_is_flax_s_without_a_scatter():
     index = np.arange(12).reshape(3, 4) % 5
-    ours, flax_s = (x(5, 6, embedding_init=dr.orthogonal(1.0)) for x in (dr.Embed, nn.Embed))
+    ours, flax_s = (x(5, 6, embedding_init=s5.orthogonal(1.0)) for x in (dr.Embed, nn.Embed))
     params = flax_s.init(SEED, index)
     assert close(ours.init(SEED, index), params, 0)
     assert close(ours.apply(params, index), flax_s.apply(params, index), 0)
@@ -190,7 +191,7 @@ def test_embedding_is_flax_s_without_a_scatter():
 
 def test_gru_equals_a_plain_loop():
     (_, h), *inputs = core_inputs(3, I=0)
-    assert close(dr.gru(h, *inputs), plain_gru(h, *inputs))
+    assert close(s5.gru(h, *inputs), plain_gru(h, *inputs))
 
 
 @pytest.mark.slow
@@ -207,11 +208,11 @@ def test_lstm_and_its_gradient_equal_flax_and_autodiff(I):
 
         return jax.grad(function, (0, 1, 2, 3), has_aux=True)
 
-    by_hand, autodiff = jax.jit(with_gradient(dr.lstm)), jax.jit(with_gradient(flax_lstm))
+    by_hand, autodiff = jax.jit(with_gradient(s5.lstm)), jax.jit(with_gradient(flax_lstm))
     rows = [core_inputs(4, seed, I=I) for seed in range(3)]
     rows = [(carry, x, w, b, is_first) for carry, x, is_first, w, b in rows]
     stacked = jax.tree.map(lambda *x: np.stack(x), *rows)
-    together = jax.jit(jax.vmap(with_gradient(dr.lstm)))(*stacked)
+    together = jax.jit(jax.vmap(with_gradient(s5.lstm)))(*stacked)
     for i, row in enumerate(rows):
         expected = autodiff(*row)
         assert close(by_hand(*row), expected)
@@ -241,7 +242,8 @@ def test_seeds_are_vmapped_but_their_qr_decompositions(script, rnn):
     """These run one seed after the other: a batch of them can block jaxlib's threads for ever."""
     module = importlib.import_module(script)
     known = {name: x for name, x in vars(SMALL).items() if hasattr(module.Config, name)}
-    init = module.make_train(module.Config(**known | {"rnn": rnn})).init
+    known |= {"rnn": rnn, "num_updates": 1000}  # PLR refuses fewer than it takes to learn
+    init = module.make_train(module.Config(**known)).init
     program = jax.make_jaxpr(jax.vmap(init))(jax.random.split(SEED, 3)).jaxpr
     shapes = [x.invars[0].aval.shape for x in equations(program) if x.primitive.name == "qr"]
     assert len(shapes) >= 6
@@ -266,7 +268,7 @@ def test_the_patch_product_is_a_convolution():
 @pytest.mark.parametrize("rnn, gates", [("lstm", 4), ("gru", 3)])
 def test_initialisation(rnn, gates):
     H = 64
-    network = dr.ActorCritic(dr.make_core(rnn, H, 2, "after"))
+    network = dr.ActorCritic(s5.make_core(rnn, H, 2, "after"))
     inputs = network.core.initial_carry(1), *random_inputs(1, 1)
     params = jax.jit(network.init)(SEED, *inputs)["params"]
     square = lambda x: x.T @ x if len(x) >= x.shape[1] else x @ x.T
@@ -573,12 +575,11 @@ def test_annealed_lr_and_adam_by_hand():
     one_step = dict(update_epochs=1, num_minibatches=1, max_grad_norm=0.1)
     config = replace(SMALL, anneal_lr=True, num_updates=4, **one_step)
     train = dr.make_train(config)
-    cycle_rngs, choose_levels, rollout, loss = part(
-        train, "cycle_rngs", "choose_levels", "rollout", "loss")  # fmt: skip
+    choose_levels, rollout, loss = part(train, "choose_levels", "rollout", "loss")
 
     @jax.jit
     def gradient(state):
-        rngs = cycle_rngs(state)
+        rngs = cycle_rngs(state, 4)
         queue = choose_levels(rngs[0])
         batch, last_value = rollout(rngs[1], state.student.params, queue)
         advantage = dr.gae(batch, last_value, config.gamma, config.gae_lambda)
@@ -691,8 +692,7 @@ def test_evaluation_equals_a_plain_loop():
     """A scripted policy goes forward, and turns left at a wall; it reaches some of the goals. It is
     called with the student's parameters, or with the averaged ones if there are any."""
     mazes, count = ["TrivialMaze", "FourRooms"], 16
-    suite = ",".join([*mazes, mazes[0]])  # named twice, it counts once
-    config = replace(SMALL, eval_suite=suite, eval_episodes=count, eval_interval=1)
+    config = replace(SMALL, eval_suite=",".join(mazes), eval_episodes=count, eval_interval=1)
 
     def choose(obs):
         wall = obs.image[..., 2, 3, 0] == 2  # the cell ahead
@@ -704,7 +704,7 @@ def test_evaluation_equals_a_plain_loop():
     copy = hacked(dr, {"action, _, _ = act(": "action, _, _ = scripted("}, scripted=scripted)
     evaluate = part(copy.make_train(config), "evaluate")
     students = dr.Agent(True, ()), dr.Agent(False, (), average_params=True)
-    found, of_average = jax.jit(lambda rng: [evaluate(rng, x)[1] for x in students])(SEED)
+    found, of_average = jax.jit(lambda rng: [evaluate(rng, x) for x in students])(SEED)
     levels = amaze.sample_mazes(jax.random.split(SEED)[0], mazes, count)
     first = jax.jit(jax.vmap(amaze.reset))(*levels)
     step = jax.jit(lambda obs, state: amaze.step(state, choose(obs)))
@@ -738,25 +738,37 @@ def path_length(walls, agent, goal):
 
 
 @pytest.mark.slow
-def test_show_gives_the_levels_of_the_next_cycle():
+def test_levels_are_shown_and_logged_with_their_paths():
+    """16 random levels, others in each cycle; of those played the first of each queue counts."""
     state = start()
     config = replace(SMALL, n_walls=12)
-    show = jax.jit(dr.make_train(config).show)
-    shares = []
-    for _ in range(3):
-        levels, captions = show(state)["random levels"]
-        state, metrics = program(1, config)(state)
+    train = dr.make_train(config)
+    show, choose_levels = jax.jit(train.show), part(train, "choose_levels")
+    first = jax.jit(lambda state: jax.tree.map(
+        lambda x: x[:, 0], choose_levels(cycle_rngs(state, 4)[0])))  # fmt: skip
+    shares, shown = [], []
+
+    def find_paths(levels):
         pairs = zip(*(np.asarray(x).tolist() for x in (levels.agent_pos, levels.goal_pos)))
         walls = np.asarray(levels.wall_map)
-        paths = [path_length(w, tuple(a), tuple(g)) for w, (a, g) in zip(walls, pairs)]
+        return walls, [path_length(w, tuple(a), tuple(g)) for w, (a, g) in zip(walls, pairs)]
+
+    for _ in range(3):
+        levels, captions = show(state)["drawn at random"]
+        walls, paths = find_paths(levels)
+        shown += [x.tobytes() for x in walls]
         expected = [np.nan if path is None else path for path in paths]
         assert np.array_equal(captions["path_length"], expected, equal_nan=True)
+        walls, paths = find_paths(first(state))
+        state, metrics = program(1, config)(state)
         solvable = [path for path in paths if path is not None]
         assert close(metrics["walls"], [walls.sum((1, 2)).mean()])
         assert close(metrics["path_length"], [np.mean(solvable) if solvable else np.nan])
         assert close(metrics["solvable"], [len(solvable) / 4])
         shares.append(len(solvable) / 4)
     assert min(shares) < 1
+    assert len(shown) == 48
+    assert len({*shown}) > 46
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -780,10 +792,10 @@ def test_solvable_only_draws_by_rejection_and_auto_replay_one_level(seed):
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(n_walls=24), "n_walls = 24, height = 5, width = 5: allowed is at most 23 walls"),
+    (dict(n_walls=24), "n_walls = 24, height = 5, width = 5: must be at most 23 walls"),
     (dict(num_minibatches=3),
-     "num_minibatches = 3, num_envs = 4, num_evals = 2: allowed is a divisor of 8"),
-    (dict(bptt_horizon=5), "bptt_horizon = 5, num_steps = 16: allowed is a divisor of num_steps"),
+     "num_minibatches = 3, num_envs = 4, num_evals = 2: must be a divisor of 8"),
+    (dict(bptt_horizon=5), "bptt_horizon = 5, num_steps = 16: must be a divisor of num_steps"),
 ])  # fmt: skip
 def test_bad_combinations(changes, words):
     with pytest.raises(dr.BadConfig) as error:
@@ -791,50 +803,8 @@ def test_bad_combinations(changes, words):
     assert str(error.value) == words
 
 
-@pytest.mark.parametrize("changes, words", [
-    (dict(lr="1e-3"), "lr = '1e-3': allowed is a number"),
-    (dict(lr=True), "lr = True: allowed is a number"),
-    (dict(lr=None), "lr = None: allowed is a number"),
-    (dict(lr=np.ones(2)), "lr = array([1., 1.]): allowed is a number"),
-    (dict(lr=jnp.ones(2)), "lr = Array([1., 1.], dtype=float32): allowed is a number"),
-    (dict(num_envs=8.0), "num_envs = 8.0: allowed is an int"),
-    (dict(num_envs="8"), "num_envs = '8': allowed is an int"),
-    (dict(num_envs=True), "num_envs = True: allowed is an int"),
-    (dict(anneal_lr=1), "anneal_lr = 1: allowed is True or False"),
-    (dict(anneal_lr="no"), "anneal_lr = 'no': allowed is True or False"),
-    (dict(rnn=3), "rnn = 3: allowed is lstm | gru | s5 | none"),
-    (dict(rnn="rnn"), "rnn = 'rnn': allowed is lstm | gru | s5 | none"),
-    (dict(eval_suite=("TrivialMaze",)), "eval_suite = ('TrivialMaze',): allowed is a string"),
-    (dict(sweep=["lr=1"]), "sweep = ['lr=1']: allowed is a tuple of str"),
-    (dict(sweep="lr=1"), "sweep = 'lr=1': allowed is a tuple of str"),
-])  # fmt: skip
-def test_a_wrong_type_is_refused_before_anything(changes, words):
-    for function in (dr.check, dr.make_train):
-        with pytest.raises(dr.BadConfig) as error:
-            function(replace(SMALL, **changes))
-        assert str(error.value) == words
-
-
-@pytest.mark.parametrize("name", ["n_walls", "anneal_lr", "rnn"])
-def test_a_traced_static_field_is_refused(name):
-    init = lambda x: dr.make_train(replace(SMALL, **{name: x})).init(SEED)
-    with pytest.raises(dr.BadConfig) as error:
-        jax.vmap(init)(jnp.arange(3))
-    assert str(error.value).startswith(f"{name} = ")
-    assert str(error.value).endswith(": allowed is a static value: each needs its own program")
-    assert "\n" not in str(error.value)
-
-
 NUMBERS = dict(lr=np.float32(1e-3), gamma=jnp.float32(0.9), vf_coef=1, clip_eps=np.int64(1),
                num_envs=np.int64(8), anneal_lr=np.bool_(True))  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_of_numpy_and_jax_are_numbers(name):
-    """Outside of jit, and inside, where comparing an array would be traced."""
-    config = replace(SMALL, **{name: NUMBERS[name]})
-    dr.check(config)
-    jax.jit(lambda: dr.check(config))()
 
 
 def test_a_training_with_numbers_of_numpy_and_jax():
@@ -853,21 +823,12 @@ def test_a_float_may_be_made_in_jit_or_traced():
     jax.vmap(given)(jnp.ones(3))
 
 
-def test_an_array_that_is_known_is_checked_in_jit_too():
-    config = replace(SMALL, lr=jnp.float32(-1))
-    outside = lambda: dr.check(config)
-    for function in (outside, jax.jit(outside)):
-        with pytest.raises(dr.BadConfig) as error:
-            function()
-        assert str(error.value).endswith(": allowed is at least 0")
-
-
-@pytest.mark.parametrize("name", ["lr", "ent_coef", "vf_coef"])
-def test_weights_are_finite(name):
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize("name", ["lr", "ent_coef", "vf_coef", "gamma", "max_grad_norm"])
+def test_numbers_are_finite(name, value):
     with pytest.raises(dr.BadConfig) as error:
-        dr.check(replace(SMALL, **{name: np.inf}))
-    assert str(error.value) == f"{name} = inf: allowed is finite"
-    dr.check(replace(SMALL, clip_eps=np.inf, max_grad_norm=np.inf))
+        dr.check(replace(SMALL, **{name: value}))
+    assert str(error.value).startswith(f"{name} = {value}: must be from ")
 
 
 TESTED = replace(SMALL, eval_interval=2)

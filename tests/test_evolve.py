@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,45 @@ def test_a_network_of_zeros_is_the_squared_error(evolve):
     net[2] = 0.5, -2.0, 0.1, 3.0
     expected = (error + 3 * np.tanh(0.5 * error - 2 * change + 0.1)) ** 2
     np.testing.assert_allclose(evolve.value_loss(net, error, change), expected, rtol=1e-5)
+
+
+def test_levels_that_measure_fitness_share_no_key_with_the_training(evolve, monkeypatch):
+    """No key of a level is one that a training could derive from its own, in three splits."""
+    import dr
+
+    seen, plain, now = {"train": [], "level": [], "init": []}, evolve.amaze.sample_level, ["level"]
+    note = lambda name, rng: jax.debug.callback(seen[name].append, jax.random.key_data(rng))
+
+    def sample_level(rng, *given):
+        note(now[-1], rng)
+        return plain(rng, *given)
+
+    def make_train(config):
+        real = dr.make_train(config)
+
+        def train(rng):
+            note("train", rng)
+            now.append("init")
+            student = real.init(rng).student
+            now.pop()
+            return (SimpleNamespace(student=student),)
+
+        vars(train).update(vars(real))
+        return train
+
+    monkeypatch.setattr(evolve.amaze, "sample_level", sample_level)
+    script = SimpleNamespace(Config=dr.Config, make_train=make_train)
+    size = evolve.SMALL | dict(rnn="none", hidden_size=4, max_steps=2, height=3, width=3, n_walls=2)
+    evolve.score(script, size, {}, jax.random.key(5))
+    jax.effects_barrier()
+    [key], derived = map(jax.random.wrap_key_data, seen["train"]), set()
+    keys = key[None]
+    for _ in range(4):
+        derived |= {x.tobytes() for x in np.asarray(jax.random.key_data(keys))}
+        keys = jax.vmap(lambda x: jax.random.split(x, 8))(keys).ravel()
+    levels = {x.tobytes() for x in map(np.asarray, seen["level"])}
+    assert len(levels) == 64
+    assert not levels & derived
 
 
 @pytest.mark.slow

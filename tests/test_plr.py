@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple, get_args, get_type_hints
+from typing import NamedTuple
 from unittest.mock import patch
 
 import jax
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from parts import hacked, part
-from scipy.stats import spearmanr
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -28,7 +27,8 @@ SMALL = dict(
     update_epochs=2, num_updates=12, buffer_size=16, min_fill=0.5, replay_prob=0.5, lr=1e-2,
     eval_interval=0)  # fmt: skip
 FLOATS = "lr replay_prob min_fill".split()  # what a compiled cycle takes as arguments
-SCORES = get_args(get_type_hints(plr.Config)["score"])
+SCORES = """max_mc optimistic_max_mc positive_value_loss l1_value_loss learnability
+    oracle_regret""".split()
 K, N = 12, 5  # slots and levels of the buffers that are written directly
 
 
@@ -55,7 +55,7 @@ def names(level):
 def records(entries):
     """A batch of levels as a list of (name, finished, record)."""
     fields = entries._asdict()
-    fields = (fields | fields.pop("stats")).items()
+    fields = (fields.pop("stats") | fields.pop("remembered") | fields).items()
     numbers = {k: np.asarray(v) for k, v in fields if k not in ("level", "code")}
     finished = numbers.pop("scored")
     rows = [{k: v[i].item() for k, v in numbers.items()} for i in range(len(finished))]
@@ -70,9 +70,11 @@ def contents(buffer):
 
 
 def probabilities(buffer, now, beta, rho):
-    """P = (1 - rho) P_S + rho P_C, with h = 1 / rank and staleness c - C_i: level -> P."""
-    ranked = sorted(buffer, key=lambda level: -buffer[level]["score"])
-    h = {level: (1 / rank) ** (1 / beta) for rank, level in enumerate(ranked, 1)}
+    """P = (1 - rho) P_S + rho P_C, with h = 1 / rank and staleness c - C_i: level -> P. Levels of
+    equal scores share their mean rank."""
+    scores = np.array([float(x["score"]) for x in buffer.values()])
+    ranks = [(x < scores).sum() + ((x == scores).sum() + 1) / 2 for x in scores]  # ties share one
+    h = {level: (1 / rank) ** (1 / beta) for rank, level in zip(ranks, buffer)}
     c = {level: now - record["touched"] for level, record in buffer.items()}
     if not any(c.values()):
         c = dict.fromkeys(c, 1)
@@ -233,7 +235,7 @@ def program(module, **changes):
             with salt("sample_level", fresh), salt("edit_level", edits):
                 after, metrics = cycle(state, None)
         _, entries, slot, *_ = calls["write_buffer"]
-        batch, advantage, _, _, best = calls["level_outcomes"]
+        batch, advantage, *_, best = calls["level_outcomes"]
         return Cycle(state, after, metrics, entries, slot, batch, advantage, best)
 
     step = jax.jit(step)
@@ -303,9 +305,10 @@ def empty_buffer(module, size):
     levels, codes = world()
     zeros = lambda x: np.zeros((size, *x.shape[1:]), x.dtype)
     fields = dict.fromkeys(module.Buffer._fields, np.zeros(size, np.int32))
-    fields |= {name: np.zeros(size, np.float32) for name in ("score", "max_return", "mean_return")}
+    fields |= {name: np.zeros(size, np.float32) for name in ("score", "max_return")}
     fields |= dict(level=jax.tree.map(zeros, levels), code=zeros(codes))
     fields["stats"] = {"optimal_return": np.zeros(size, np.float32)}
+    fields["remembered"] = {"mean_return": np.zeros(size, np.float32)}
     return module.Buffer(**fields | dict(scored=np.zeros(size, bool)))
 
 
@@ -317,8 +320,8 @@ def random_entries(random, module, number, now):
     filled = random.random(number) < 0.85
     entries = entries._replace(
         level=jax.tree.map(lambda x: x[index], levels), code=codes[index], scored=filled,
-        score=floats(-0.5), mean_return=floats(0), max_return=np.where(filled, floats(0), 0),
-        stats={"optimal_return": floats(0)},
+        score=floats(-0.5), remembered={"mean_return": floats(0)},
+        max_return=np.where(filled, floats(0), 0), stats={"optimal_return": floats(0)},
         mutations=random.integers(0, 9, number), touched=np.full(number, now))  # fmt: skip
     more = {name: random.integers(0, 99, number) for name in {"origin"} & {*module.Buffer._fields}}
     return entries._replace(**more)
@@ -363,7 +366,8 @@ def test_ages_of_a_long_run_do_not_overflow():
     touched[:10] = now - np.arange(10)
     score = random.normal(size=4000).astype(np.float32)
     stats = {"optimal_return": score}
-    buffer = plr.Buffer(None, None, zero == 0, score, score, score, stats, zero, touched)
+    past = {"mean_return": score}
+    buffer = plr.Buffer(None, None, zero == 0, score, score, past, stats, zero, touched)
     age = (now - touched).astype(float)
     assert age.sum() > 2**31
     rank = 1 + np.argsort(np.argsort(-score))
@@ -484,11 +488,12 @@ def test_a_level_that_is_known_updates_its_slot():
     score = np.array([1, 2, 6, 99, 99], np.float32)
     returns = np.array([0.1, 0.7, 0.3, 0, 0], np.float32)
     filled = np.arange(N) < 3
-    batch = known._replace(scored=filled, score=score, mean_return=returns, max_return=returns)
+    past = {"mean_return": returns}
+    batch = known._replace(scored=filled, score=score, remembered=past, max_return=returns)
     after = writer(plr)(buffer, batch, 5, 0.3, 0.3)
     i, others = 3, np.arange(K) != 3
-    row = after.score[i], after.mean_return[i], after.max_return[i], after.touched[i]
-    assert close(row, [3, 1.1 / 3, 0.7, 5])
+    row = after.score[i], after.remembered["mean_return"][i], after.max_return[i]
+    assert close([*row, after.touched[i]], [3, 1.1 / 3, 0.7, 5])
     assert equal(*(jax.tree.map(lambda x: x[others], b) for b in (after, buffer)))
     # the best return stays though worse ones come
     again = batch._replace(max_return=returns / 2)
@@ -508,9 +513,9 @@ def test_copies_of_a_new_level_are_dropped_after_the_first():
 def test_a_level_without_a_finished_episode_changes_no_score():
     buffer, entries = full_buffer(np.arange(K))
     nan = np.full(N, np.nan, np.float32)
-    entries = entries._replace(score=nan, mean_return=nan)
+    entries = entries._replace(score=nan, remembered={"mean_return": nan})
     known = jax.tree.map(lambda x: x[:N], buffer)
-    known = known._replace(scored=np.zeros(N, bool), score=nan, mean_return=nan)
+    known = known._replace(scored=np.zeros(N, bool), score=nan, remembered={"mean_return": nan})
     for batch, touched in ((entries, 0), (known, 4)):
         after = writer(plr)(buffer, batch, 4, 0.3, 0.3)
         assert equal(after._replace(touched=buffer.touched), buffer)
@@ -552,13 +557,13 @@ def test_scores_of_ragged_episodes(number):
     for levels in [[0, 1, 2, 3], [0, 1, 0, 0], [0, 1, 1, 0]] * 7:
         batch, advantage = random_batch(random, 20, 4 * number)
         seen, best = random.random((2, 4)).astype(np.float32)
-        count, mean_return, r_max, scores = level_outcomes(
-            batch, advantage, seen, same_levels(levels), best)  # fmt: skip
+        count, r_max, past, scores = level_outcomes(
+            batch, advantage, seen, {}, same_levels(levels), best)  # fmt: skip
         expected = outcomes(batch, advantage, levels, seen.tolist(), best.tolist())
         for n, (number_ended, plain_max, plain_mean, plain) in enumerate(expected):
             assert (count[n], r_max[n]) == (number_ended, pytest.approx(plain_max, abs=1e-5))
             if number_ended:
-                assert mean_return[n] == pytest.approx(plain_mean, abs=1e-5)
+                assert past["mean_return"][n] == pytest.approx(plain_mean, abs=1e-5)
                 assert {k: x[n] for k, x in scores.items()} == pytest.approx(plain, abs=1e-5)
             unfinished += not number_ended
     assert number > 1 or unfinished > 20
@@ -580,8 +585,9 @@ def test_scores_by_hand():
     )  # episodes of 2, 2 and, unfinished, 1 step
     advantage = column(0.2, -0.4, -0.6, -0.2, 9)
     best, seen = np.float32([0.95]), np.float32([0.3])
-    count, mean, r_max, scores = plr.level_outcomes(batch, advantage, seen, np.eye(1) > 0, best)
-    assert (count, mean, r_max) == (2, pytest.approx(0.8), pytest.approx(0.8))
+    count, r_max, past, scores = plr.level_outcomes(
+        batch, advantage, seen, {}, np.eye(1) > 0, best)  # fmt: skip
+    assert (count, past["mean_return"], r_max) == (2, pytest.approx(0.8), pytest.approx(0.8))
     assert {name: x.item() for name, x in scores.items()} == pytest.approx({
         "max_mc": ((0.3 + 0.7) / 2 + (0.6 + 0.2) / 2) / 2,
         "optimistic_max_mc": ((0.3 + 0.7) / 2 + (0.6 + 0.2) / 2) / 2,
@@ -603,12 +609,12 @@ def test_copies_of_a_level_have_one_r_max():
     batch, zero = failure_and_solve(), np.zeros(2, np.float32)
     for same, score, best in ((np.ones((2, 2)), (0.6, 0.6), (0.9, 0.9)),
                               (np.eye(2), (-0.3, 0.6), (0, 0.9))):  # fmt: skip
-        _, _, r_max, scores = level_outcomes(batch, batch.reward, zero, same > 0, zero)
+        _, r_max, _, scores = level_outcomes(batch, batch.reward, zero, {}, same > 0, zero)
         assert close(scores["max_mc"], score)
         assert close(scores["optimistic_max_mc"], (0.6, 0.6))  # as if the failure were a copy
         assert close(r_max, best)
     batch.reward[3, 0] = -0.5  # a failure that costs: R_max is below 0
-    _, _, _, scores = level_outcomes(batch, batch.reward, zero - 1, np.eye(2) > 0, zero)
+    scores = level_outcomes(batch, batch.reward, zero - 1, {}, np.eye(2) > 0, zero)[3]
     assert close(scores["max_mc"], (-0.8, 0.6))
     assert close(scores["optimistic_max_mc"], (0.6, 0.6))
 
@@ -625,7 +631,7 @@ def slot_of_a_level_drawn_twice(module):
 
     def write():
         score = part(train, "score")
-        entries, slot, _ = score(state, level, *descent, batch, jnp.zeros(2))
+        entries, slot = score(state, level, *descent, batch, jnp.zeros(2))
         return module.write_buffer(state.buffer, entries, slot, 1, 0.3, 0.3)
 
     after = contents(jax.jit(write)())
@@ -661,13 +667,13 @@ def test_learnability_and_oracle_regret_are_of_first_episodes():
     random = np.random.default_rng(0)
     batch, first = simulated_student(random, p, copies * number, 256, 250)
     one, same = np.ones(number, np.float32), np.eye(number) > 0
-    _, mean_return, _, scores = level_outcomes(batch, batch.reward, one, same, one)
+    _, _, past, scores = level_outcomes(batch, batch.reward, one, {}, same, one)
     share = first.reshape(number, copies).mean(1)
     assert close(scores["learnability"], share * (1 - share))
     expected = p * (1 - p) * (1 - 1 / copies)  # of p_hat (1 - p_hat)
     assert abs(scores["learnability"].mean() - expected) < 0.01
     expected = p * (1 - 0.9 * 24.5 / 250)
-    assert abs(mean_return.mean() - expected) < 0.02
+    assert abs(past["mean_return"].mean() - expected) < 0.02
     assert abs(scores["oracle_regret"].mean() - (1 - expected)) < 0.02
     stats = plr.episode_stats(*plr.first_episodes(batch.reward, batch.done))
     assert close(stats["solve_rate"], first.mean())
@@ -696,7 +702,7 @@ def test_levels_are_written_with_the_score_that_was_chosen(parallel):
 
 def with_scores(module, change):
     """A copy of a script in which max_mc, that of N levels, is changed, as a user's may be."""
-    end = "    return done.sum((0, 2)), mean_return, max_return, scores\n"
+    end = "    return done.sum((0, 2)), max_return, remembered, scores\n"
     return hacked(module, {end: f"    scores['max_mc'] = scores['max_mc']{change}\n{end}"})
 
 
@@ -707,7 +713,7 @@ def test_a_score_of_another_shape_is_refused(module):
     state = jax.eval_shape(train.init, jax.random.key(0))
     with pytest.raises(copy.BadConfig) as error:
         jax.eval_shape(lambda state: train.update(state, 1), state)
-    assert str(error.value) == "score = 'max_mc': allowed is one of the shape [N]"
+    assert str(error.value) == "score = 'max_mc': must be one of the shape [N]"
 
 
 def check_levels_without_a_score(module, **changes):
@@ -725,52 +731,13 @@ def test_a_level_without_a_score_is_not_kept():
     check_levels_without_a_score(plr)
 
 
-@pytest.mark.parametrize("number", [3, 32, 1000])
-def test_rank_correlation_is_scipys(number):
-    """With ties; only over pairs where both are known; NaN if one of them is constant."""
-    random, correlation = np.random.default_rng(number), jax.jit(plr.rank_correlation)
-    found = []
-    for _ in range(30):
-        x, y = random.integers(-number, number, (2, number)) / 8  # exact in float32: ties stay
-        x, y = np.where(random.random((2, number)) < 0.1, np.nan, [x, x + y])
-        known = ~np.isnan(x + y)
-        if len({*x[known]}) > 1 and len({*y[known]}) > 1:
-            found.append((correlation(x, y), spearmanr(x[known], y[known]).statistic))
-    assert len(found) > 15
-    assert len({*np.transpose(found)[0]}) > 1
-    np.testing.assert_allclose(*np.transpose(found), atol=1e-5)
-    assert np.isnan(correlation(x, np.ones(number)))
-    assert np.isnan(correlation(x, np.full(number, np.nan)))
-
-
-@pytest.mark.slow
-def test_what_is_logged_of_the_approximations_of_regret(parallel):
-    """Compared with plain scores of levels with an ended episode, ranked by scipy."""
-    shares = []
-    for cycle in parallel:
-        filled, level = contents(cycle.before.buffer), names(cycle.entries.level)
-        seen = [filled.get(x, {"max_return": -np.inf})["max_return"] for x in level]
-        found = outcomes(cycle.batch, cycle.advantage, level, seen, cycle.best.tolist())
-        found = [(r_max, scores) for ended, r_max, _, scores in found if ended]
-        regret = [scores["oracle_regret"] for _, scores in found]
-        for name in {*SCORES} - {"oracle_regret"}:
-            x = np.round([scores[name] for _, scores in found], 6)  # what ties in float32
-            expected = spearmanr(x, regret).statistic if len({*x}) > 1 else np.nan
-            logged = cycle.metrics[f"rank_correlation_{name}"]
-            assert logged == pytest.approx(expected, abs=1e-4, nan_ok=True), name
-        unsolved = sum(x for (r_max, _), x in zip(found, regret) if r_max <= 0)
-        shares.append(unsolved / sum(regret))
-        assert cycle.metrics["never_solved_regret_share"] == pytest.approx(shares[-1], abs=1e-5)
-    assert len({*shares}) > 4
-
-
 def test_unsolvable_levels_have_no_oracle_regret():
     solution = amaze.Solution(None, jnp.array([-1, 5, 9]), jnp.array([False, True, True]))
     best = amaze.optimal_return(solution, 8)
     done = np.ones((1, 3), bool)
     zero = np.zeros((1, 3), np.float32)
     batch = plr.Transition(None, None, None, None, zero, zero, done)
-    scores = plr.level_outcomes(batch, zero, zero[0], np.eye(3) > 0, best)[3]
+    scores = plr.level_outcomes(batch, zero, zero[0], {}, np.eye(3) > 0, best)[3]
     assert close(scores["oracle_regret"], [0, 1 - 0.9 * 5 / 8, 0])  # the third: not within 8 steps
 
 
@@ -885,18 +852,68 @@ def test_fresh_and_replayed_levels_are_logged_apart(serial, parallel):
         check_logged(cycle, "replay", slice(n, None) if i else nothing)
 
 
-def check_fresh_levels_shown(module, history, **changes):
-    show = jax.jit(program(module, **changes)[0].show)
+def check_levels_shown(module, history, **changes):
+    """16 random levels, others in each cycle, and the buffer's levels by their plain P."""
+    show, config = jax.jit(program(module, **changes)[0].show), module.Config(**SMALL | changes)
+    seen = []
+    for state in (cycle.after for cycle in history[-4:]):
+        shown = show(state)
+        fresh, _ = shown["drawn at random, not learned from"]
+        best, captions = shown["replayed, the most probable first"]
+        seen += names(fresh)
+        filled = contents(state.buffer)
+        p = probabilities(filled, state.cycles, config.temperature, config.staleness_coef)
+        top = names(best)[: len(filled)]
+        assert {*top} == {*filled}
+        assert close(captions["P"][: len(top)], sorted(p.values(), reverse=True), 1e-5)
+        assert close(captions["P"][: len(top)], [p[level] for level in top], 1e-5)
+        assert close(captions["score"][: len(top)], [filled[level]["score"] for level in top])
+    assert len(seen) == 4 * 16
+    assert len({*seen}) > 60
+
+
+def test_show_gives_random_levels_and_those_that_are_replayed_most(serial):
+    check_levels_shown(plr, serial)
+
+
+# --- a score that remembers: the change that papers make most
+
+VISITED = {
+    'REMEMBERED = ("mean_return",)': 'REMEMBERED = ("mean_return", "visits", "last")',
+    '    remembered = {"mean_return": mean_return}\n':
+        '    visits = before["visits"] + 1\n'
+        '    scores["drift"] = jnp.abs(max_mc - before["last"]) / visits\n'
+        '    remembered = {"mean_return": mean_return, "visits": visits, "last": max_mc}\n',
+}  # fmt: skip
+
+
+def test_a_score_of_visits_and_of_the_last_score():
+    """score = |max_mc - max_mc of the last visit| / visits, by a plain loop over cycles: a level
+    that leaves the buffer is forgotten; copies of one in a cycle count as one visit."""
+    history, memory, copied, forgotten = play(hacked(plr, VISITED), 40, score="drift"), {}, 0, 0
     for cycle in history:
-        fresh = names(show(cycle.before)["fresh"][0])
-        assert names(cycle.entries.level)[: len(fresh)] == fresh
-        assert len(set(fresh)) > 1
-
-
-@pytest.mark.slow
-def test_show_gives_fresh_levels_as_the_next_cycle_draws_them(serial, parallel):
-    check_fresh_levels_shown(plr, [cycle for cycle in serial if not replayed(cycle)])
-    check_fresh_levels_shown(plr, parallel[4:], **PARALLEL)
+        levels = names(cycle.entries.level)
+        best = contents(cycle.before.buffer)
+        seen = [best.get(level, {"max_return": -np.inf})["max_return"] for level in levels]
+        played = outcomes(cycle.batch, cycle.advantage, levels, seen, cycle.best.tolist())
+        now = {}
+        for i, (level, (_, _, _, scores)) in enumerate(zip(levels, played)):
+            visits, last = memory.get(level, (0, 0.0))
+            assert cycle.entries.score[i] == pytest.approx(
+                abs(scores["max_mc"] - last) / (visits + 1), abs=1e-5)  # fmt: skip
+            now.setdefault(level, []).append(scores["max_mc"])
+        for level, values in now.items():
+            known = level in memory
+            copied += known and len(values) > 1
+            memory[level] = memory.get(level, (0,))[0] + 1, mean(values) if known else values[0]
+        held = contents(cycle.after.buffer)
+        forgotten += len(memory.keys() - held.keys())
+        memory = {level: memory[level] for level in held}
+        for level, record in held.items():
+            assert (record["visits"], record["last"]) == pytest.approx(memory[level], abs=1e-5)
+    assert max(visits for visits, _ in memory.values()) > 3
+    assert copied > 3
+    assert forgotten > 10
 
 
 # --- the replay schedule
@@ -1225,8 +1242,7 @@ def test_a_swept_replay_prob_gives_the_same_results():
         floats = dict(replay_prob=value)
         alone = play(plr, SMALL["num_updates"], initial(plr, seed), floats)
         for name, x in metrics.items():
-            if not name.startswith("rank_correlation"):  # which jump where rounding turns a tie
-                assert close(x[i], [cycle.metrics[name] for cycle in alone]), name
+            assert close(x[i], [cycle.metrics[name] for cycle in alone]), name
 
 
 def sweeps_and_batches(module, **changes):
@@ -1299,19 +1315,28 @@ def refused(module, name, value, allowed, **changes):
 
 @pytest.mark.parametrize("name, value, allowed", [
     ("replay_prob", -0.1, "0 to 1"), ("replay_prob", 1.1, "0 to 1"),
-    ("staleness_coef", 1.5, "0 to 1"), ("min_fill", 2.0, "0 to 1"), ("temperature", 0.0, "above 0"),
-    ("num_updates", 3_000_000_000, "32-bit"),
-    ("temperature", -1.0, "above 0"), ("score", "regret", "max_mc"), ("buffer_size", 3, "4"),
+    ("staleness_coef", 1.5, "0 to 1"), ("min_fill", 2.0, "0 to 1"), ("temperature", 0.0, "1e-06"),
+    ("num_updates", 3_000_000_000, "from 1 to"),
+    ("temperature", -1.0, "1e-06"), ("buffer_size", 3, "4"),
     ("buffer_size", 0, "1"), ("num_evals", 0, "1"), ("gamma", 1.5, "0 to 1"),
     ("num_minibatches", 3, "4")])  # fmt: skip
 def test_bad_values(name, value, allowed):
     refused(plr, name, value, allowed)
 
 
+@pytest.mark.parametrize("module", [plr, accel])
+def test_a_score_that_is_not_known_is_refused_with_those_that_are(module):
+    train = module.make_train(module.Config(**SMALL | dict(score="regret")))
+    state = jax.eval_shape(train.init, jax.random.key(0))
+    with pytest.raises(module.BadConfig) as error:
+        jax.eval_shape(partial(train.update, cycles=1), state)
+    assert str(error.value) == f"score = 'regret': must be one of {', '.join(SCORES)}"
+
+
 def test_hope_is_refused_where_levels_may_be_unsolvable():
     for module in (plr, accel):
         score = dict(score="optimistic_max_mc")
-        refused(module, "solvable_only", False, "allowed is True", **score)
+        refused(module, "solvable_only", False, "must be True", **score)
         module.make_train(module.Config(**SMALL | score | dict(solvable_only=True)))
 
 

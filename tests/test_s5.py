@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import dr
 import s5
 
 T, N, D_IN = 12, 4, 5
@@ -175,7 +174,7 @@ def published():
 @pytest.mark.parametrize("size", [1, 2, 50, 67])
 def test_any_hidden_size(size):
     """Complex states come in blocks of two halves; the scripts round the number of states."""
-    core, x = dr.make_core("s5", size, 1, "none"), jnp.zeros((3, 2, 5))
+    core, x = s5.make_core("s5", size, 1, "none"), jnp.zeros((3, 2, 5))
     inputs = core.initial_carry(2), x, jnp.zeros((3, 2), bool)
     y = jax.eval_shape(lambda: core.init_with_output(jax.random.key(0), *inputs)[0][1])
     assert y.shape == (3, 2, size)

@@ -3,7 +3,6 @@
 import ast
 import re
 import sys
-import tomllib
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -12,28 +11,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "# --- command line"
-# Lines at most, of files or of the half above the mark, and of the half below it: a reader's time
-LINES = {"dr": 583, "plr": 822, "accel": 880, "paired": 715, "sfl": 723}
-LINES |= {"amaze": 1160, "s5": 193, "evaluate": 988}
-COMMAND_LINE = 816
-WIDTH = 50  # mean characters of a line there
-FILES = [name for name in LINES if name not in ("amaze", "s5", "evaluate")]
+FILES = ["dr", "plr", "accel", "paired", "sfl"]
 PAIRS = list(combinations(FILES, 2))
 PACKAGES = "amaze s5 jax flax optax distrax numpy matplotlib tyro tqdm".split()
 
 # What has one name in two files and must differ, because the papers do: the fields and states of
-# the method, what fills them, the method itself (cycle, its keys), and what show displays of it.
-METHOD = "Config RunnerState make_train init cycle cycle_rngs show"
+# the method, what fills them, the method itself (cycle), and what show displays of it.
+METHOD = "Config RunnerState make_train init cycle show"
 # Between PLR and ACCEL: entries of the buffer also know from which base level they descend.
-ORIGIN = "Buffer sample_replay sample_fresh score buffer_stats"
+ORIGIN = "Buffer sample_replay sample_fresh choose_levels score buffer_stats"
 # Between PAIRED and the others: an agent may be the teacher, so its network is an argument.
 AGENTS = "act rollout loss learn play evaluate"
-DIFFER = {pair: METHOD.split() for pair in PAIRS}
+DIFFER = {pair: f"{METHOD} choose_levels".split() for pair in PAIRS}
 DIFFER |= {pair: f"{METHOD} {AGENTS}".split() for pair in PAIRS if "paired" in pair}
 DIFFER |= {("plr", "accel"): f"{METHOD} {ORIGIN}".split()}
 # Between SFL and the others: its buffer has other entries, and half of its levels come from there.
-DIFFER |= {("dr", "sfl"): f"{METHOD} choose_levels".split()}
-DIFFER |= {(name, "sfl"): f"{METHOD} Buffer".split() for name in ("plr", "accel")}
+DIFFER |= {(name, "sfl"): f"{METHOD} choose_levels Buffer".split() for name in ("plr", "accel")}
 
 
 @cache
@@ -102,7 +95,6 @@ def test_shared_statements_are_the_same(first, second):
     one, other = statements(first), statements(second)
     names, same_names = shared(one, other)
     assert names == same_names
-    assert "lstm.defvjp" in names
     different = {name for name in names if one[name] != other[name]}
     presets = {"FAST", "PRESETS", "PARALLEL"} if "FAST" in different else set()
     assert different <= presets
@@ -133,41 +125,6 @@ def test_imports(name):
             roots.add(node.module.split(".")[0])
     assert roots - sys.stdlib_module_names <= set(PACKAGES)
     assert {"amaze", "s5", "jax"} <= roots
-
-
-@pytest.mark.parametrize("name", LINES)
-def test_no_line_over_100_columns(name):
-    long = [i for i, line in enumerate(source(name).splitlines(), 1) if len(line) > 100]
-    assert not long, f"{name}.py, lines {long}"
-
-
-@pytest.mark.parametrize("name", LINES)
-def test_number_of_lines(name):
-    upper, lower = halves(name) if name in FILES else (source(name), "")
-    assert len(upper.splitlines()) <= LINES[name]
-    assert len(lower.splitlines()) <= COMMAND_LINE
-
-
-def test_the_command_line_is_plain():
-    """Lines are short on average, and no function is long."""
-    lines = halves("dr")[1].splitlines()
-    assert sum(map(len, lines)) / len(lines) <= WIDTH
-    for node in ast.walk(ast.parse(halves("dr")[1])):
-        if isinstance(node, ast.FunctionDef):
-            most = 70 if node.name == "run" else 40
-            assert node.end_lineno - node.lineno < most, node.name
-
-
-@pytest.mark.parametrize("name", [*FILES, "evaluate"])
-def test_script_metadata_is_requirements_txt(name):
-    """What `uv run` installs (PEP 723) is at the end of the file."""
-    block = r"(?m)^# /// ([a-zA-Z0-9-]+)$\s((?:^#(?:| .*)$\s)+)^# ///$"  # as in PEP 723
-    [(kind, content)] = re.findall(block, source(name))
-    assert kind == "script"
-    assert source(name).endswith("\n# ///\n")
-    metadata = tomllib.loads("".join(x[2:] for x in content.splitlines(keepends=True)))
-    requirements = (ROOT / "requirements.txt").read_text().split("\n")
-    assert metadata == {"requires-python": ">=3.11", "dependencies": [*filter(None, requirements)]}
 
 
 def test_constraints_pin_what_the_requirements_bring():

@@ -116,7 +116,7 @@ def bare(script, core, seeds=1):
 
 CYCLES = {
     "replay cycle": {"replay_prob": 1.0},
-    "fresh cycle": {"replay_prob": 0.0},
+    "fresh cycle": {"replay_prob": 1e-9},
     "--parallel": {"parallel": True},
 }
 
@@ -124,8 +124,10 @@ CYCLES = {
 def training(script, cycle, core, seeds, devices):
     """run(): an update of that cycle on a full buffer, as the command line runs it."""
     module, fields = importlib.import_module(script), CYCLES.get(cycle, {})
+    core, _, units = core.partition(" --hidden-size ")
+    fields = fields | ({"hidden_size": int(units)} if units else {})
     if script == "paired":
-        fields = {"teacher_rnn": core, "teacher_filters": teacher_filters(core)}
+        fields |= {"teacher_rnn": core, "teacher_filters": teacher_filters(core)}
     config = module.Config(rnn=core, seeds=seeds, devices=devices, eval_interval=0, **fields)
     if devices != 1:  # as the command line does before JAX is asked for its devices
         jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
@@ -158,7 +160,7 @@ def training(script, cycle, core, seeds, devices):
 
 def cores(sizes):
     """Learning pass and acting of the cores: T = 256, 149 inputs, 256 units."""
-    from dr import make_core
+    from s5 import make_core
 
     for number in sizes:
         for rnn in ("lstm", "gru", "s5"):
