@@ -30,7 +30,7 @@ With --fast add --no-solvable-only (all levels can be solved); with accel.py add
 score max_mc assumes that the only reward comes at the end, and so rates a level that is solved here
 as half solved; positive_value_loss is an alternative. gymnax starts JAX when it is imported: on a
 CPU, set the environment variable JAX_NUM_CPU_DEVICES=4 to use four cores as devices. Config still
-has n_walls, but nothing uses it.
+has n_walls, height, width and see_through_walls, but nothing uses them.
 
 `from_jaxued` makes reset, step and step_and_reset of an environment written for JaxUED
 (DramaCow/jaxued, 2403.13091), as CartPole is below. For JaxUED's own maze:
@@ -84,16 +84,17 @@ def from_jaxued(env, ndim):
     this is the same each time."""
     limited = lambda max_steps: env.default_params.replace(max_steps_in_episode=max_steps)
 
-    def reset(level, max_steps):
+    def reset(level, max_steps, *_):  # scripts pass see_through_walls, too
         code = level_code(level)
         odd = np.arange(1, 2 * code.size, 2, dtype=np.uint32) * np.uint32(2654435761)
         seed = jnp.sum(code * odd, dtype=jnp.uint32)  # mod 2^32
-        obs, inner = env.reset_env_to_level(jax.random.key(seed), level, limited(max_steps))
+        rng = jax.random.fold_in(jax.random.key(seed), 0)  # step t has the number t + 1
+        obs, inner = env.reset_env_to_level(rng, level, limited(max_steps))
         state = EnvState(inner, jnp.zeros((), int), jnp.asarray(max_steps), seed)
         return jax.tree.map(jnp.asarray, (obs, state))
 
     def step(state, action):
-        rng = jax.random.fold_in(jax.random.key(state.seed), state.t)
+        rng = jax.random.fold_in(jax.random.key(state.seed), state.t + 1)
         params = limited(state.max_steps)
         obs, inner, reward, done, _ = env.step_env(rng, state.inner, action, params)
         return obs, state._replace(inner=inner, t=state.t + 1), reward, done

@@ -14,7 +14,8 @@ num_steps (256) count in a level's score, so max_steps is 250, and not 10,000 as
 
 The test suite has the worlds of seeds 1 to 4. Craftax starts JAX when it is imported: on a CPU,
 set the environment variable JAX_NUM_CPU_DEVICES=4 to use four cores as devices. The first picture
-takes a minute, to load Craftax's textures. Config still has n_walls, but nothing uses it.
+takes a minute, to load Craftax's textures. Config still has n_walls, height, width and
+see_through_walls, but nothing uses them.
 """
 
 from functools import cache, partial
@@ -58,7 +59,7 @@ def opening(seed):
         return jax.tree.map(np.asarray, world.replace(state_rng=None))
 
 
-def reset_one(level, max_steps):
+def reset_one(level, max_steps, *_):  # scripts pass see_through_walls, too
     world = opening(0).replace(map=level.map.astype(jnp.int32))  # worlds differ in the map only
     state = EnvState(world, level.seed, jnp.asarray(max_steps))
     return ENV.get_obs(world), jax.tree.map(jnp.asarray, state)
@@ -149,8 +150,8 @@ def render(level_or_state, tile=16):
     return np.asarray(draw(tile)(world)).astype(np.uint8)
 
 
-# name -> a world, max_steps
-fixed = lambda i: Level(jnp.asarray(opening(i).map, jnp.uint8), jnp.uint32(i))
+# name -> a world, max_steps; the key of i has drawn the map, so that of its steps is another
+fixed = lambda i: Level(jnp.asarray(opening(i).map, jnp.uint8), jnp.uint32(100 + i))
 TEST_MAZES = {f"World{i}": (lambda rng, i=i: fixed(i), 250) for i in (1, 2, 3, 4)}
 TEST_MAZES["Random"] = sample_level, 250
 SUITES = {"worlds": ["World1", "World2", "World3", "World4"], "sampled": ["Random"]}

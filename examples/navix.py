@@ -54,7 +54,7 @@ def observe(state):
     return image.at[-1, 3, 0].set(jnp.where(carries, ids.KEY, ids.FLOOR))
 
 
-def reset_one(level, max_steps):
+def reset_one(level, max_steps, *_):  # scripts pass see_through_walls, too
     height, width = level.wall_map.shape
     timestep = DoorKey.create(height + 2, width + 2)._reset(jax.random.key(0))  # any layout will do
     things = {name: timestep.state.entities[name].replace(position=level.places[None, i] + 1)
@@ -126,8 +126,10 @@ def level_stats(level, max_steps):
 
 
 def sample_solvable(rng, sample=sample_level):
-    fails = lambda rng: ~level_stats(sample(rng), 0)["solvable"]
-    return sample(jax.lax.while_loop(fails, lambda rng: jax.random.fold_in(rng, 0), rng))
+    """The first layout that can be solved, of random ones with the keys 0, 1, ... of rng."""
+    draw = lambda i: sample(jax.random.fold_in(rng, i))
+    fails = lambda i: ~level_stats(draw(i), 0)["solvable"]
+    return draw(jax.lax.while_loop(fails, lambda i: i + 1, 0))
 
 
 level_code = lambda level: jnp.concatenate([x.ravel().astype(jnp.uint32) for x in level])

@@ -16,9 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+from parts import patched
 from runs import ROOT, assert_close, assert_equal, leaves, load, rewind, table
+from scipy.stats import spearmanr
 
 sys.path.insert(0, str(ROOT))
+import accel
+import plr
+import test_plr
+
 TINY = """--max-steps 12 --num-envs 8 --num-steps 16 --hidden-size 8 --update-epochs 2
     --eval-episodes 2 --eval-interval 4 --num-updates 12 --log-interval 2 --checkpoint-interval 4
     --archive-interval 4 --devices 1""".split()
@@ -30,7 +36,9 @@ MORE = {"dr": [], "plr": REPLAY, "accel": [*REPLAY, "--num-edits", "2"],
 
 def example(name):
     """The module of an example; skips if its package is not installed."""
-    pytest.importorskip({"cartpole": "gymnax", "craftax": "craftax", "navix": "navix"}[name])
+    pytest.importorskip(
+        {"cartpole": "gymnax", "craftax": "craftax", "navix": "navix"}.get(name, "jax")
+    )
     spec = importlib.util.spec_from_file_location(f"{name}_levels", ROOT / f"examples/{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -184,6 +192,68 @@ def test_evaluate_the_worst_of_random_physics(trained, call):
     assert status == 0, err
     assert "over 20 maze(s)" in out, err
     assert "worst 10%" in out, err
+
+
+# --- how well scores rank levels
+
+
+@pytest.fixture(scope="module")
+def ranked():
+    """plr.py with rank_correlation.diff."""
+    if not shutil.which("patch"):
+        pytest.skip("there is no `patch` here")
+    return patched(plr, ROOT / "examples/rank_correlation.diff")
+
+
+@pytest.mark.parametrize("number", [3, 32, 1000])
+def test_rank_correlation_is_scipys(ranked, number):
+    """With ties; only over pairs where both are known; NaN if one of them is constant."""
+    random, correlation = np.random.default_rng(number), jax.jit(ranked.rank_correlation)
+    found = []
+    for _ in range(30):
+        x, y = random.integers(-number, number, (2, number)) / 8  # exact in float32: ties stay
+        x, y = np.where(random.random((2, number)) < 0.1, np.nan, [x, x + y])
+        known = ~np.isnan(x + y)
+        if len({*x[known]}) > 1 and len({*y[known]}) > 1:
+            found.append((correlation(x, y), spearmanr(x[known], y[known]).statistic))
+    assert len(found) > 15
+    assert len({*np.transpose(found)[0]}) > 1
+    np.testing.assert_allclose(*np.transpose(found), atol=1e-5)
+    assert np.isnan(correlation(x, np.ones(number)))
+    assert np.isnan(correlation(x, np.full(number, np.nan)))
+
+
+@pytest.mark.slow
+def test_what_is_logged_of_the_approximations_of_regret(ranked):
+    """Compared with plain scores of levels with an ended episode, ranked by scipy."""
+    shares = []
+    for cycle in test_plr.play(ranked, 12, **test_plr.PARALLEL):
+        filled, level = test_plr.contents(cycle.before.buffer), test_plr.names(cycle.entries.level)
+        seen = [filled.get(x, {"max_return": -np.inf})["max_return"] for x in level]
+        best = cycle.best.tolist()
+        found = test_plr.outcomes(cycle.batch, cycle.advantage, level, seen, best)
+        found = [(r_max, scores) for ended, r_max, _, scores in found if ended]
+        regret = [scores["oracle_regret"] for _, scores in found]
+        for name in {*test_plr.SCORES} - {"oracle_regret"}:
+            x = np.round([scores[name] for _, scores in found], 6)  # what ties in float32
+            expected = spearmanr(x, regret).statistic if len({*x}) > 1 else np.nan
+            logged = cycle.metrics[f"rank_correlation_{name}"]
+            assert logged == pytest.approx(expected, abs=1e-4, nan_ok=True), name
+        unsolved = sum(x for (r_max, _), x in zip(found, regret) if r_max <= 0)
+        shares.append(unsolved / sum(regret))
+        assert cycle.metrics["never_solved_regret_share"] == pytest.approx(shares[-1], abs=1e-5)
+    assert len({*shares}) > 4
+
+
+def test_rank_correlations_of_accel_have_the_same_names(ranked):
+    columns = {}
+    for script in ranked, patched(accel, ROOT / "examples/rank_correlation.diff"):
+        train = script.make_train(script.Config(**test_plr.SMALL))
+        state = jax.eval_shape(train.init, jax.random.key(0))
+        metrics = jax.eval_shape(partial(train.update, cycles=1), state)[1]
+        columns[script] = {x for x in metrics if "rank_corr" in x or "never_solved" in x}
+    assert [len(x) for x in columns.values()] == [6, 6]
+    assert len({*map(frozenset, columns.values())}) == 1
 
 
 # --- beside gymnax and JaxUED
@@ -360,14 +430,18 @@ def test_what_is_written_for_jaxued_runs(cartpole, jaxued):
     assert opened >= 3
 
 
-def test_the_luck_of_a_level(cartpole):
-    """A random start and random steps of the environment are the same each time for a level."""
+@pytest.mark.parametrize("derive", [
+    lambda rng: rng, lambda rng: jax.random.split(rng)[0], lambda rng: jax.random.split(rng)[1],
+    lambda rng: jax.random.fold_in(rng, 0)])  # fmt: skip
+def test_the_luck_of_a_level(cartpole, derive):
+    """A random start and random steps of the environment are the same each time for a level, and
+    the start's random numbers are not those of a step, however the environment uses its key."""
 
     class Drift:
         env, default_params = cartpole.CartPole.env, cartpole.CartPole.default_params
 
         def reset_env_to_level(self, rng, level, params):
-            return jax.random.uniform(rng), level
+            return jax.random.uniform(derive(rng)), level
 
         def step_env(self, rng, state, action, params):
             return jax.random.uniform(rng), state, 0.0, False, {}
@@ -431,6 +505,20 @@ def test_craftax_is_its_package(craftax):
     np.testing.assert_array_equal(craftax.reset(world, limit)[1][0].world.map, theirs.map)
 
 
+def data(rngs):
+    """The numbers of random keys."""
+    return {x.tobytes() for x in np.asarray(jax.random.key_data(rngs))}
+
+
+def test_no_step_of_a_fixed_world_has_a_key_that_drew_it(craftax):
+    for i in (1, 2, 3, 4):
+        world = jax.random.key(i)
+        seed = craftax.TEST_MAZES[f"World{i}"][0](None).seed
+        steps = jax.vmap(lambda t: jax.random.fold_in(jax.random.key(seed), t))(jnp.arange(250))
+        assert len(data(steps)) == 250
+        assert not data(steps) & (data(jax.random.split(world, 20)) | data(world[None]))
+
+
 @pytest.mark.slow
 def test_levels_of_craftax(craftax):
     from craftax.craftax_classic.constants import BlockType
@@ -470,8 +558,6 @@ def test_a_training_on_craftax(tmp, train, call, script, craftax):
     assert len({*measured(rows, "buffer_water")}) > 1
     assert int(rows[-1]["grad_updates"]) > 1
     assert all(-1 < x < 22 for x in measured(rows, "eval_return/World1"))
-    train("--resume", "--out", rewind(folder, tmp / "craftax again", 8), script=path)
-    assert_equal(folder, tmp / "craftax again")
     more = "--mazes", "World1", "--episodes", 1, "--gif", "World1"
     status, out, err = call(folder, "--script", path, *more, script=ROOT / "evaluate.py")
     assert status == 0, err
@@ -579,6 +665,19 @@ def test_levels_of_navix(navix):
     fine = of_all(lambda rng: navix.sample_solvable(rng, draw))(rngs[:50])
     assert can(fine).all()
     assert len({x.tobytes() for x in np.asarray(of_all(navix.level_code)(fine))}) == 50
+
+
+def test_a_layout_that_is_drawn_again_has_no_key_of_the_one_before(navix, monkeypatch):
+    """Whatever `sample` makes of its key, by split or fold_in."""
+    tries = []
+    sample = lambda rng: jax.debug.callback(lambda x: tries.append(x), jax.random.key_data(rng))
+    stats = lambda level, max_steps: {"solvable": jnp.array(len(tries) > 4)}
+    monkeypatch.setattr(navix, "level_stats", stats)
+    with jax.disable_jit():
+        navix.sample_solvable(jax.random.key(3), sample)
+    keys = jax.random.wrap_key_data(jnp.stack(tries[:5]))
+    made = [data(jax.random.split(x, 9)) | data(x[None]) for x in keys]
+    assert len(set().union(*made)) == 5 * 10
 
 
 def test_pictures_of_navix(navix):

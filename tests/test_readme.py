@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from parts import part
 from runs import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,11 +23,12 @@ TARGETS = {  # diff: the scripts that it is meant for
     "attention": "dr plr accel paired sfl", "rows": "dr plr accel sfl", "ncc": "plr",
     "best_quarter": "plr accel", "mna": "plr accel",
     "cartpole": "dr plr accel sfl", "craftax": "dr plr accel sfl", "navix": "dr plr accel sfl",
-    "cartpole_paired": "paired", "traced": "plr", "value_disagreement": "plr accel"}  # fmt: skip
+    "memory": "dr plr accel sfl",
+    "cartpole_paired": "paired", "traced": "plr", "value_disagreement": "plr accel",
+    "rank_correlation": "plr accel"}  # fmt: skip
 SCORE, STUDENT, LEVELS, REPLAY, QUARTER, TRACED, DISAGREEMENT = (
     "mna", "attention", "rows", "ncc", "best_quarter", "traced",
     "value_disagreement")  # fmt: skip
-CHANGED = {TRACED: 70, DISAGREEMENT: 29}  # lines of a diff, at most
 TINY = """--height 5 --width 5 --n-walls 6 --max-steps 12 --num-envs 8 --num-steps 16 --lr 1e-2
     --hidden-size 16 --update-epochs 2 --eval-suite TrivialMaze --eval-episodes 2 --num-updates 6
     --log-interval 2 --devices 1""".split()
@@ -58,11 +60,8 @@ def test_a_diff_applies_exactly(recipe, name, tmp_path):
     compile(after, f"{recipe}_{name}", "exec")
 
 
-def test_every_diff_is_short_and_known():
-    diffs = {path.stem: path.read_text() for path in (ROOT / "examples").glob("*.diff")}
-    assert diffs.keys() == TARGETS.keys()
-    for name, diff in diffs.items():
-        assert 0 < len(re.findall(r"(?m)^[+-]", diff)) - 2 <= CHANGED.get(name, 24)
+def test_every_diff_is_known():
+    assert {path.stem for path in (ROOT / "examples").glob("*.diff")} == TARGETS.keys()
 
 
 def load(path):
@@ -78,7 +77,7 @@ def run(train):
 
     def run(path, *args):
         said = train(*TINY, *args, "--out", "run", script=path, cwd=path.parent)
-        assert f"python evaluate.py run --script {path}" in said
+        assert "python evaluate.py run" in said
         rows = table(path.parent / "run")
         assert [row["update"] for row in rows] == ["2", "4", "6"]
         return rows
@@ -96,11 +95,11 @@ def test_a_new_score(tmp_path, run):
     advantage = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
     batch = module.Transition(None, None, None, None, np.zeros((5, 3)), reward, done)
     none = np.zeros(3, np.float32)
-    scores = module.level_outcomes(batch, advantage, none, np.eye(3) > 0, none)[3]
+    scores = module.level_outcomes(batch, advantage, none, {}, np.eye(3) > 0, none)[3]
     loss = np.maximum(-advantage, 0).sum(0)
     np.testing.assert_allclose(scores["mna"], [loss[0], 0, loss[2]], 1e-5)
     solved_before = np.full(3, 0.5, np.float32)
-    scores = module.level_outcomes(batch, advantage, solved_before, np.eye(3) > 0, none)[3]
+    scores = module.level_outcomes(batch, advantage, solved_before, {}, np.eye(3) > 0, none)[3]
     np.testing.assert_allclose(scores["mna"], loss, 1e-5)
     buffer = "--score mna --buffer-size 8 --min-fill 0.5 --rnn none".split()
     rows = run(path, *buffer)
@@ -112,7 +111,7 @@ def test_a_new_score(tmp_path, run):
 def test_another_student(tmp_path, run):
     path = hack(STUDENT, tmp_path)
     module = load(path)
-    core = module.make_core("lstm", 16, 2, "after")
+    core = module.Attention(16)
     x = jax.random.normal(jax.random.key(0), (12, 2, 5))
     is_first = np.zeros((12, 2), bool)
     is_first[0] = is_first[5, 1] = True
@@ -153,9 +152,10 @@ def test_a_learned_distribution_over_the_buffer(tmp_path, run):
         new, same = state.buffer, (old.code == state.buffer.code).all(-1) & old.scored
         taken = np.asarray(new.score)[np.asarray(new.scored)]
         above = (np.asarray(new.score) - taken.mean()) / taken.std()
-        logit = 0.95 * np.where(same, old.logit, 0) + 0.1 * above
-        np.testing.assert_allclose(new.logit[new.scored], logit[new.scored], 1e-4, 1e-5)
-    weight = np.where(new.scored, np.exp(new.logit), 0)
+        before, after = old.remembered["logit"], new.remembered["logit"]
+        logit = 0.95 * np.where(same, before, 0) + 0.1 * above
+        np.testing.assert_allclose(after[new.scored], logit[new.scored], 1e-4, 1e-5)
+    weight = np.where(new.scored, np.exp(after), 0)
     p = module.replay_probabilities(new, state.cycles, 0.3, 0.0)
     np.testing.assert_allclose(p, weight / weight.sum(), 1e-5)
     assert same.any()
@@ -194,16 +194,17 @@ SMALL = dict(
 
 
 def played(path, score):
-    """The script, its config and parts, a state, levels, and a rollout on them [T, B]."""
+    """The script, make_train's training, a state, levels, and a rollout on them [T, B]."""
     module = load(path)
     config = module.Config(**SMALL, score=score)
-    parts = module.make_train(config).parts
-    state = jax.jit(parts["init"])(jax.random.key(0))
-    levels = parts["sample_levels"](jax.random.key(1), 4)
+    train = module.make_train(config)
+    sample_levels, rollout = part(train, "sample_levels", "rollout")
+    state = jax.jit(train.init)(jax.random.key(0))
+    levels = sample_levels(jax.random.key(1), 4)
     queue = jax.tree.map(lambda x: x[:, None], levels)
-    batch, last = jax.jit(parts["rollout"])(jax.random.key(2), state.student.params, queue)
+    batch, last = jax.jit(rollout)(jax.random.key(2), state.student.params, queue)
     assert batch.done.any()
-    return module, config, parts, state, levels, batch, last
+    return module, train, state, levels, batch, last
 
 
 @pytest.mark.slow
@@ -211,7 +212,8 @@ def test_traced(tmp_path, run):
     """2506.19997: difficulty is positive value loss plus the transition error; a level's score also
     counts what later levels have gained. Compared with plain loops."""
     path = hack(TRACED, tmp_path)
-    module, config, parts, state, levels, batch, last = played(path, "traced")
+    module, train, state, levels, batch, last = played(path, "traced")
+    predict, score, co_learnability = part(train, "predict", "score", "co_learnability")
     predicted = np.random.default_rng(0).random(batch.obs.image.shape, np.float32)
     errors = np.asarray(module.transition_errors(predicted, batch))
     for b in range(8):
@@ -222,32 +224,35 @@ def test_traced(tmp_path, run):
         ]
         np.testing.assert_allclose(errors[b], np.mean([abs(x - y) for x, y in pairs]), 1e-5)
 
-    predict, agent = jax.jit(parts["predict"]), state.predictor
+    predict, agent = jax.jit(predict), state.predictor
     first = predict(agent, batch)[1].mean()
     for _ in range(200):
         agent, errors = predict(agent, batch)
     assert errors.mean() < 0.3 * first  # it learns
 
     arguments = levels, jnp.zeros(4, int), batch, last, errors
-    entries, slot, scores = jax.jit(parts["score"])(state, *arguments)
+    entries, slot = jax.jit(score)(state, *arguments)
     of_level = np.asarray(errors).reshape(4, 2).mean(1)
+    advantage = module.gae(batch, last, module.Config().gamma, module.Config().gae_lambda)
+    same, none = np.eye(4) > 0, np.zeros(4, np.float32)
+    scores = module.level_outcomes(batch, advantage, none, {}, same, none)[3]
     difficulty = np.asarray(scores["positive_value_loss"]) + of_level
     np.testing.assert_allclose(entries.score, difficulty, 1e-5)
-    np.testing.assert_allclose(entries.difficulty, difficulty, 1e-5)
+    np.testing.assert_allclose(entries.remembered["difficulty"], difficulty, 1e-5)
 
     now = jnp.array(9)
     before = jnp.arange(8.0) / 8
     buffer = state.buffer._replace(
-        scored=jnp.arange(8) < 7, score=before + 1, difficulty=before,
-        touched=jnp.array([8, 8, 3, 7, 8, 2, 9, 8]))  # fmt: skip
+        scored=jnp.arange(8) < 7, score=before + 1, touched=jnp.array([8, 8, 3, 7, 8, 2, 9, 8]),
+        remembered=state.buffer.remembered | {"difficulty": before})  # fmt: skip
     state = state.replace(cycles=now, buffer=buffer)
     slot = jnp.array([2, 3, 8, 5])  # the third is new
-    after = parts["co_learnability"](state, entries, slot)
+    after = co_learnability(state, entries, slot)
     gain = np.mean([before[slot[i]] - difficulty[i] for i in (0, 1, 3)])
     expected = np.array(before) + 1
     expected[[0, 1, 4]] += gain  # played in cycle 8, and there
     np.testing.assert_allclose(after.score, expected, 1e-5)
-    nothing = parts["co_learnability"](state, entries, jnp.full(4, 8))
+    nothing = co_learnability(state, entries, jnp.full(4, 8))
     np.testing.assert_array_equal(nothing.score, before + 1)
 
     rows = run(path, *"--score traced --buffer-size 8 --min-fill 0.5 --rnn none".split())
@@ -259,7 +264,7 @@ def test_traced(tmp_path, run):
 def test_value_disagreement(tmp_path, run):
     """2006.09641: the spread of several values at a level's start; each has its own targets."""
     path = hack(DISAGREEMENT, tmp_path)
-    module, config, parts, state, levels, batch, last = played(path, "value_disagreement")
+    module, train, state, levels, batch, last = played(path, "value_disagreement")
     value, reward, done = map(np.asarray, (batch.value, batch.reward, batch.done))
     assert value.shape == (16, 8, 3)
     advantages = np.asarray(module.gae_of_each(batch, last, 0.9, 0.8))
@@ -272,10 +277,10 @@ def test_value_disagreement(tmp_path, run):
             following = value[t, b, k]
             np.testing.assert_allclose(advantages[t, b, k], advantage, 1e-4, 1e-6)
 
-    scores = jax.jit(parts["score"])(state, levels, jnp.zeros(4, int), batch, last)[2]
+    entries, _ = jax.jit(part(train, "score"))(state, levels, jnp.zeros(4, int), batch, last)
     for i in range(4):
         spread = [np.std([value[0, b, k] for k in range(3)]) for b in (2 * i, 2 * i + 1)]
-        np.testing.assert_allclose(scores["value_disagreement"][i], np.mean(spread), 1e-5)
+        np.testing.assert_allclose(entries.score[i], np.mean(spread), 1e-5)
 
     args = "--score value_disagreement --buffer-size 8 --min-fill 0.5 --rnn none".split()
     for name in ("plr", "accel"):
