@@ -3,6 +3,7 @@
     python benchmarks/speed.py                                  # half an hour on two CPU cores
     python benchmarks/speed.py --only train --scripts dr plr --peers
     python benchmarks/speed.py --only env --sizes 2048 --rounds 9
+    python benchmarks/speed.py --only dcd --peers --dcd FOLDER  # of checkouts: peers/dcd.py
     python benchmarks/speed.py --only compile --against FOLDER  # in turn with another checkout
     python benchmarks/speed.py --only                           # only writes speed.md and speed.png
 
@@ -34,29 +35,25 @@ from pathlib import Path
 from statistics import median
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS, SECTIONS = ("dr", "plr", "accel"), ("env", "train", "paired", "compile", "evaluate", "rnn")
+SCRIPTS = ("dr", "plr", "accel")
+SECTIONS = ("env", "train", "paired", "dcd", "compile", "evaluate", "rnn")
 BY_HAND = "by-hand"  # a section that no run of this script replaces
 ONE = "ours, one device"  # of several: with --devices 1; it also times the bare network
-JAX = f"jax=={importlib.metadata.version('jax')}"  # the same JAX for all
-PEERS = {  # name: arguments of pip install, for each call
-    "jaxued": [[JAX, "jaxued==0.0.1", "six"]],
+PEERS = {  # name: arguments of pip install, for each call; jax is the one that runs here
+    "jaxued": ["jax jaxued==0.0.1 six"],
     "minimax": [  # its metadata requires a NumPy that is too old for a current JAX
-        [
-            JAX,
-            "flax",
-            "optax",
-            "chex",
-            "pandas",
-            "wandb",
-            "GitPython",
-            "ipython",
-            "tqdm",
-            "tfp-nightly",
-        ],
-        ["--no-deps", "minimax-lib==0.2.0"],
+        "jax flax optax chex pandas wandb GitPython ipython tqdm tfp-nightly",
+        "--no-deps minimax-lib==0.2.0",
     ],
-    "navix": [[JAX, "navix==0.7.4"]],
-    "xminigrid": [[JAX, "xminigrid==0.9.3"]],
+    "navix": ["jax navix==0.7.4"],
+    "xminigrid": ["jax xminigrid==0.9.3"],
+    "minigrid": ["jax minigrid==3.2.0"],
+    "dcd": [  # what it runs with on Python 3.11; gym asks for packages that are too old
+        "torch torchvision numpy==1.23.5 networkx==2.8.8 pandas matplotlib scikit-learn treelib"
+        " tqdm cloudpickle scipy pyglet<1.6 six setuptools<70 wheel cython",
+        "--no-build-isolation lempel_ziv_complexity",
+        "--no-deps gym==0.15.7 gym-minigrid==1.0.1",
+    ],
 }
 BARE = "bare network: forward + 5 gradients"
 
@@ -84,19 +81,20 @@ def env_programs(library, driver, sizes):
     for mode in ("restart", "new level"):
         for number in sizes:
             if made := driver.environment(mode.split()[0], number):
-                given, *parts = made
                 actions = jax.random.randint(jax.random.key(1), (steps, number), 0, 7)
-                run = partial(jax.jit(partial(roll, *parts)), given, actions)
-                yield f"{mode}, N = {number}", run, {"env_steps": steps * number}
+                run = made  # a plain loop, or parts of a JAX program
+                if not callable(made):
+                    run = partial(jax.jit(partial(roll, *made[1:])), made[0])
+                yield f"{mode}, N = {number}", partial(run, actions), {"env_steps": steps * number}
     if library == "ours":
         yield from driver.levels()
 
 
-def train_programs(library, driver, script, core, seeds):
+def train_programs(library, driver, script, core, seeds, parallel=True):
     """Programs for each kind of update (ours: each number of seeds) and for the bare network."""
-    import jax
-
     if library == ONE:
+        import jax
+
         yield from driver.bare(script, core)
         if script == "dr" and max(seeds) > 1:
             yield from driver.bare(script, core, max(seeds))
@@ -105,7 +103,8 @@ def train_programs(library, driver, script, core, seeds):
     rollouts = {"": 2 if script == "paired" else 1}
     if script in ("plr", "accel"):
         edits = script == "accel"
-        rollouts = {"replay cycle": 1 + edits, "fresh cycle": 1, "--parallel": 2 + edits}
+        rollouts = {"replay cycle": 1 + edits, "fresh cycle": 1}
+        rollouts |= {"--parallel": 2 + edits} if parallel else {}
     for number in seeds if library == "ours" else [1]:
         for cycle, many in rollouts.items():
             ours = {"seeds": number, "devices": int(library == ONE)}
@@ -116,32 +115,43 @@ def train_programs(library, driver, script, core, seeds):
             yield name, driver.training(script, cycle, core, **given), notes
 
 
+def dcd_programs(library, driver, scripts):
+    """Programs for updates with the published network and with that of --fast: all in a process,
+    since one of dcd takes minutes to start."""
+    for core in ("lstm", "lstm --hidden-size 64"):
+        for script in scripts:
+            yield from train_programs(library, driver, script, core, [1], parallel=False)
+
+
 def work(library, section, settings):
     """Compile and run each program once, report it, then time the programs that stdin names."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints goes to stderr
     sys.path.insert(0, str(HERE.parent))
-    import jax
-
     driver = importlib.import_module(f"peers.{library.split(',')[0]}")
-    if section in ("env", "train", "paired"):
-        make = {"env": env_programs}.get(section, train_programs)
+    jax = importlib.import_module("jax") if library != "dcd" else None
+    wait = jax.block_until_ready if jax else lambda result: result
+    if section in ("env", "train", "paired", "dcd"):
+        make = {"env": env_programs, "dcd": dcd_programs}.get(section, train_programs)
         programs = make(library, driver, **settings)
     else:
         programs = driver.cores(**settings)
     ready, hello = {}, {}
     for name, run, notes in programs:
         ready[name] = run
-        jax.block_until_ready(run())
+        wait(run())
         hello[name] = notes
-    device = jax.devices()[0].device_kind
-    versions = f"jax {jax.__version__} on {jax.device_count()} x {device}"
+    if jax:
+        device = jax.devices()[0].device_kind
+        versions = f"jax {jax.__version__} on {jax.device_count()} x {device}"
+    else:
+        versions = driver.VERSIONS
     print(json.dumps([hello, versions]), file=answers, flush=True)
     for line in sys.stdin:
         seconds = []
         while sum(seconds) < 0.2:
             start = time.perf_counter()
-            jax.block_until_ready(ready[line.strip()]())
+            wait(ready[line.strip()]())
             seconds.append(time.perf_counter() - start)
         print(json.dumps(median(seconds)), file=answers, flush=True)
 
@@ -175,12 +185,14 @@ class Worker:
 
 def install(name, folder):
     """The Python of a peer's virtual environment, which is created if it is missing."""
-    venv, wanted = Path(folder).expanduser() / name, json.dumps(PEERS[name])
+    present = f"jax=={importlib.metadata.version('jax')}"
+    calls = [call.replace("jax ", f"{present} ", 1).split() for call in PEERS[name]]
+    venv, wanted = Path(folder).expanduser() / name, json.dumps(calls)
     python, done = venv / "bin" / "python", venv / "installed.json"
     if not done.exists() or done.read_text() != wanted:
         print(f"installing {name} in {venv}", file=sys.stderr)
         commands = [[shutil.which("python3.11") or sys.executable, "-m", "venv", "--clear", venv]]
-        commands += [[python, "-m", "pip", "install", "--quiet", *names] for names in PEERS[name]]
+        commands += [[python, "-m", "pip", "install", "--quiet", *call] for call in calls]
         for command in commands:
             ended = subprocess.run(command, capture_output=True, text=True, timeout=1800)
             if ended.returncode:
@@ -284,7 +296,11 @@ def groups(options):
     numbers = lambda core: options.seeds[: None if core == options.cores[0] else 1]
     for section in options.only:
         if section == "env":
-            yield section, "", {"sizes": options.sizes}, list(PEERS)
+            yield section, "", {"sizes": options.sizes}, [x for x in PEERS if x != "dcd"]
+        elif section == "dcd":
+            scripts = [x for x in options.scripts if x != "accel"]
+            if options.dcd and options.peers:
+                yield section, "", {"scripts": scripts}, ["dcd"]
         elif section in ("train", "paired"):
             for script, core in cases if section == "train" else paired:
                 seeds = numbers(core) if section == "train" else [1]
@@ -333,7 +349,7 @@ def ratio(row, other, work):
 
 def summarise(section, rows):
     """Add `shown` to each row: {column: text} of the tables."""
-    rows = derive(rows) if section in ("train", "paired") else rows
+    rows = derive(rows) if section in ("train", "paired", "dcd") else rows
     find = {(row["name"], row["library"]): row for row in rows}
     for row in rows:
         shown, seeds = row.setdefault("shown", {}), row.get("seeds", 1)
@@ -424,45 +440,23 @@ def picture(data, path):
 def main():
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument(
-        "--only",
-        nargs="*",
-        choices=SECTIONS,
-        default=SECTIONS,
-        metavar="SECTION",
-        help=", ".join(SECTIONS),
-    )
-    parser.add_argument("--peers", action="store_true", help="also measure other libraries")
-    parser.add_argument(
-        "--against",
-        type=Path,
-        metavar="FOLDER",
-        help="another checkout, for compile and evaluate, in turn",
-    )
-    parser.add_argument("--peer-folder", default="~/.cache/ued-speed-peers", help="for their venvs")
-    parser.add_argument(
-        "--training-peers",
-        nargs="+",
-        metavar="PEER",
-        default=["minimax", "minimax, no level metrics"],
-        help="peers in train and paired",
-    )
-    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=SCRIPTS)
-    parser.add_argument("--cores", nargs="+", default=["lstm", "s5"], help="some of lstm gru s5")
-    parser.add_argument(
-        "--seeds",
-        nargs="+",
-        type=int,
-        default=[1, 8],
-        help="the first core is timed with all, others only with the first",
-    )
-    parser.add_argument("--sizes", nargs="+", type=int, default=[32, 256, 2048], help="N in env")
-    parser.add_argument("--episodes", type=int, default=50, help="per maze in evaluate")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--out", type=Path, default=HERE / "figures", help="folder of speed.json, .md and .png"
-    )
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--only", nargs="*", choices=SECTIONS, default=SECTIONS, help="sections", metavar="SECTION")
+    add("--peers", action="store_true", help="also measure other libraries")
+    add("--against", type=Path, metavar="FOLDER", help="a checkout to compile and evaluate with")
+    add("--dcd", type=Path, metavar="FOLDER", help="with checkouts of dcd and of openai/baselines")
+    add("--peer-folder", default="~/.cache/ued-speed-peers", help="for their venvs")
+    some = ["minimax", "minimax, no level metrics"]
+    add("--training-peers", nargs="+", metavar="PEER", default=some, help="in train and paired")
+    add("--scripts", nargs="+", choices=SCRIPTS, default=SCRIPTS)
+    add("--cores", nargs="+", default=["lstm", "s5"], help="some of lstm gru s5")
+    words = "the first core is timed with all, others only with the first"
+    add("--seeds", nargs="+", type=int, default=[1, 8], help=words)
+    add("--sizes", nargs="+", type=int, default=[32, 256, 2048], help="N in env")
+    add("--episodes", type=int, default=50, help="per maze in evaluate")
+    add("--rounds", type=int, default=3)
+    add("--out", type=Path, default=HERE / "figures", help="folder of speed.json, .md and .png")
+    add("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         library, section, settings = options.worker
@@ -476,6 +470,9 @@ def main():
         del words[words.index(place) : words.index(place) + 2]
     if "--against" in words:
         words[words.index("--against") + 1] = options.against.name
+    if "--dcd" in words:
+        words[words.index("--dcd") + 1] = "FOLDER"
+        os.environ["DCD"] = str(options.dcd.resolve())
     entry = {
         "command": " ".join(["python benchmarks/speed.py", *words]),
         "date": str(datetime.date.today()),
@@ -485,7 +482,7 @@ def main():
         if section in COMMANDS:
             rounds = options.rounds if section == "evaluate" or options.against else 1
             rows = measure_commands(section, settings, rounds, options.against)
-            versions = {"ours": JAX.replace("==", " ")}
+            versions = {"ours": f"jax {importlib.metadata.version('jax')}"}
         else:
             peers = peers if options.peers else []
             where = peers, options.peer_folder
@@ -496,7 +493,10 @@ def main():
             print(section, row["library"], row["name"], row["shown"], sep=" | ", flush=True)
         store.write_text(json.dumps(data, indent=1) + "\n")
     (options.out / "speed.md").write_text(tables(data))
-    picture(data, options.out / "speed.png")
+    import matplotlib.style  # workers do without it
+
+    with matplotlib.style.context("default"):
+        picture(data, options.out / "speed.png")
 
 
 if __name__ == "__main__":
