@@ -12,6 +12,7 @@ import argparse
 import csv
 from pathlib import Path
 
+import matplotlib.style
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -55,6 +56,7 @@ def mazes(path, out):
     figure.savefig(out, dpi=100)
 
 
+@matplotlib.style.context("default")
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="*", help="run folders; NAME=FOLDER names one in the legend")
@@ -66,7 +68,7 @@ def main():
     parser.add_argument("--out", default="curves.png")
     options = parser.parse_args()
     if bool(options.runs) == bool(options.mazes):
-        parser.error("allowed are either run folders or --mazes")
+        parser.error("must be given: either run folders or --mazes")
     if options.mazes:
         return mazes(options.mazes, options.out)
     figure = Figure(figsize=(4.6 * len(options.columns), 3.4), layout="constrained")

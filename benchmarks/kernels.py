@@ -210,7 +210,7 @@ def main():
     options = parser.parse_args()
     if not options.table:
         if len(options.program) < 3 or options.program[1] not in ("fast", "published"):
-            parser.error("allowed is: a script, fast or published, a number of seeds")
+            parser.error("must be: a script, fast or published, a number of seeds")
         count(options.program)
         return
     RESULTS.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import matplotlib.style
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -57,6 +58,7 @@ def walk(run, agent, name, episodes):
         yield {"level": text, "cells": cell[playing[:, i], i].tolist(), "solved": solved}
 
 
+@matplotlib.style.context("default")
 def plot(walks, path):
     """Draw {agent and maze: its episodes}, a row for each."""
     columns = max(map(len, walks.values()))

@@ -3,8 +3,8 @@
     python benchmarks/pictures.py                     all of them
     python benchmarks/pictures.py differences mazes   only these
 
-`PICTURES` lists the function that draws each picture, and the files that it needs. The functions
-above it compute the numbers in RESULTS.md; tests/test_benchmarks.py checks the page against them.
+`PICTURES` lists the function that draws each picture, and the files that it needs. tables.py uses
+the first functions, too.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import sys
 from itertools import combinations
 from pathlib import Path
 
+import matplotlib.style
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -26,20 +27,6 @@ RESULTS, SEARCH = HERE / "results", HERE / "search"
 METHODS = "accel", "sfl", "plr", "dr", "paired"
 SUITES = {"dcd": "dcd's twelve mazes", "families": "families' twelve mazes"}
 LENGTHS = {"plr_1650": 1650, "plr_3300": 3300, "plr": 7500}  # cycles
-PLR_CHANGES = {  # columns of hacks.csv with two values: the larger one is the change
-    "two_epochs": "two passes, not three", "ncc": "learned replay (NCC)",
-    "solvable_only": "solvable levels only", "best_quarter": "best quarter of rollouts",
-    "vf_coef": "heavier value loss, looser clips", "lr": "larger learning rate",
-    "truncated_bptt": "truncated backprop.", "thinned_walls": "walls thinned",
-    "num_minibatches": "four minibatches", "mingru": "minGRU for the LSTM",
-    "muon": "Muon for Adam",
-}  # fmt: skip
-SFL_CHANGES = {  # columns of short.csv
-    "vf_coef": "heavier value loss, looser clips", "restart": "ended levels restart",
-    "solvable_only": "solvable levels only", "ent_coef": "entropy bonus 1e-2, not 1e-3",
-    "num_minibatches": "four minibatches", "learnable_slots": "learnable slots only",
-    "lr": "learning rate 3e-3, not 1.5e-3", "n_walls": "90 walls, not 60",
-}  # fmt: skip
 
 
 def of_seeds(name, suite="dcd"):
@@ -74,29 +61,6 @@ def last_parameters(name, suite):
 def averaging(name, suite):
     """Solve rates [S] with averaged parameters minus those with the last ones, for each seed."""
     return of_seeds(name, suite)[:8] - last_parameters(name, suite)
-
-
-def effects(path, runs, columns, outcome="families_last"):
-    """Effect of each two-valued column on an outcome, by least squares -> {column: (effect,
-    standard error, trainings with the smaller value, with the larger)}."""
-    table = [row for row in read(path) if row["run"].startswith(runs)]
-    values = np.array([[float(row[x]) for x in columns] for row in table])
-    high = values == values.max(0)
-    x, y = np.column_stack([np.ones(len(table)), high]), [float(row[outcome]) for row in table]
-    fitted = np.linalg.lstsq(x, np.array(y), rcond=None)[0]
-    rest = np.array(y) - x @ fitted
-    variance = rest @ rest / (len(x) - x.shape[1])
-    errors = np.sqrt(variance * np.diag(np.linalg.inv(x.T @ x)))
-    counts = zip((~high).sum(0), high.sum(0))
-    return {k: (*z, *n) for k, *z, n in zip(columns, fitted[1:], errors[1:], counts)}
-
-
-def plr_effects(outcome="families_last"):
-    return effects(SEARCH / "hacks.csv", "pb_", [*PLR_CHANGES], outcome)
-
-
-def sfl_effects():
-    return effects(SEARCH / "short.csv", ("sfl1", "sfl2"), [*SFL_CHANGES])
 
 
 def families(path, key, value):
@@ -150,7 +114,7 @@ def forest(axis, labels, series, seeds=None):
 def draw_differences():
     pairs = list(combinations(METHODS[:4], 2))
     figure, [axis] = new(4.6)
-    labels = [f"{TITLES[x]} less {TITLES[y]}".replace("robust ", "") for x, y in pairs]
+    labels = [f"{TITLES[x]} - {TITLES[y]}".replace("robust ", "") for x, y in pairs]
     forest(axis, labels, {SUITES[s]: [difference(*x, s) for x in pairs] for s in SUITES})
     axis.set_xticks([-0.05, 0, 0.05, 0.1])
     axis.set_xlabel("difference of mean solve rates, 95% interval\n(0: no difference)", fontsize=11)
@@ -185,7 +149,7 @@ def draw_regret():
     figure, [axis] = new(1.4 + 0.6 * len(REGRET))
     series = {SUITES[s]: [difference(*x, s) for x in REGRET.values()] for s in SUITES}
     forest(axis, list(REGRET), series)
-    label = "solve rate less that by\nthe method's own score (95% interval)"
+    label = "solve rate by this score - solve rate by\nthe method's own score (95% interval)"
     axis.set_xlabel(label, fontsize=11)
     figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=11)
     return figure
@@ -200,6 +164,7 @@ def over_training(name, column):
 
 
 def draw_approximations():
+    """Of logs with the columns of examples/rank_correlation.diff."""
     figure, panels = new(1.4 + 2 * len(APPROXIMATED), len(APPROXIMATED), sharex=True, sharey=True)
     for axis, (title, name) in zip(panels, APPROXIMATED.items()):
         for i, (score, label) in enumerate(SCORES.items()):
@@ -227,8 +192,8 @@ def draw_averaging():
     seeds = {title: [averaging(x, s) for x in runs] for s, title in SUITES.items()}
     series = {title: [interval(x) for x in each] for title, each in seeds.items()}
     forest(axis, [*runs.values()], series, seeds)
-    axis.set_xlabel("solve rate of averaged parameters less that of the\nlast ones; small dots: "
-                    "seeds; right of 0: averaging helps", fontsize=11)  # fmt: skip
+    axis.set_xlabel("averaged parameters - last ones: solve rate; small\n"
+                    "dots: seeds; right of 0: averaging helps", fontsize=11)  # fmt: skip
     figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=11)
     return figure
 
@@ -288,19 +253,6 @@ def draw_length():
     return figure
 
 
-def draw_effects():
-    figure, panels = new(6.8, 2, sharex=True, height_ratios=(len(PLR_CHANGES), len(SFL_CHANGES)))
-    both = {"PLR, 24 trainings of some 160 s": (PLR_CHANGES, plr_effects()),
-            "SFL, 24 trainings of 1,200 updates": (SFL_CHANGES, sfl_effects())}  # fmt: skip
-    for axis, (title, (names, found)) in zip(panels, both.items()):
-        values = [(x, x - 2 * e, x + 2 * e) for x, e, *_ in found.values()]
-        forest(axis, [*names.values()], {title: values})
-        axis.set_title(title, fontsize=12)
-    panels[1].set_xlabel("effect on the solve rate on families\n(line: two standard errors)",
-                         fontsize=11)  # fmt: skip
-    return figure
-
-
 def of_levels(name):
     """{run: {level: solve rates of seeds}} in figures/<name>.csv, random levels as one."""
     rates = {}
@@ -345,6 +297,51 @@ def draw_other():
     return figure
 
 
+CORES = {"lstm": "LSTM", "gru": "GRU", "s5": "S5", "none": "no memory"}
+LONGEST_TRAINED = 7  # cells of the longest corridor in search/memory.csv's trainings
+
+
+def of_corridors(script, rnn, equal):
+    """Lengths of corridors [L] and solve rates [S, L] after equal `updates` or `minutes`."""
+    table = [row for row in read(SEARCH / "memory.csv")
+             if (row["script"], row["rnn"], row["equal"]) == (script, rnn, equal)]  # fmt: skip
+    names = [x for x in table[0] if x.startswith("Corridor")] if table else []
+    rates = np.array([[float(row[x]) for x in names] for row in table])
+    return [int(x.removeprefix("Corridor")) for x in names], rates
+
+
+def longest_solved(script, rnn, equal, least=0.9):
+    """The longest corridor up to which a seed solves at least 0.9 of each length, 0 if none [S]."""
+    lengths, rates = of_corridors(script, rnn, equal)
+    number = (rates >= least).cumprod(1).sum(1)
+    return np.array([0, *lengths])[number]
+
+
+def draw_memory():
+    figure, panels = new(6.4, 2, 2, sharex=True, sharey=True)
+    columns = [(x, y) for x in ("dr.py", "plr.py") for y in ("updates", "minutes")]
+    for axis, (script, equal) in zip(panels, columns):
+        for i, (rnn, label) in enumerate(CORES.items()):
+            lengths, rates = of_corridors(script, rnn, equal)
+            for seed in rates:
+                axis.plot(lengths, seed, color=f"C{i}", lw=0.7, alpha=0.35)
+            if len(rates):
+                axis.plot(lengths, rates.mean(0), "o-", color=f"C{i}", lw=2.2, ms=4, label=label)
+        axis.axhline(1, color="k", ls=":", lw=1.5, label="optimum")
+        axis.axhline(0.5, color="0.5", ls="--", lw=1.5, label="chance at the fork")
+        axis.axvspan(1, LONGEST_TRAINED, color="0.9", zorder=0, label="trained on")
+        axis.set_xscale("log")
+        axis.set(ylim=(-0.03, 1.05), xticks=(1, 3, 7, 15, 31, 63, 127, 255))
+        axis.set_xticklabels(axis.get_xticks())
+        axis.minorticks_off()
+        axis.set_title(f"{TITLES[script[:-3]]}, equal {equal}".replace("robust ", ""), fontsize=12)
+    figure.supxlabel("cells of the corridor", fontsize=11)
+    figure.supylabel("solve rate", fontsize=11)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3,
+                  frameon=False, fontsize=11)  # fmt: skip
+    return figure
+
+
 TABLES = "results/*/dcd.csv", "results/*/families.csv"
 PICTURES = {  # name: the function that draws it, the files that it reads
     "differences": (draw_differences, TABLES),
@@ -356,18 +353,18 @@ PICTURES = {  # name: the function that draws it, the files that it reads
     "length": (draw_length, (*TABLES, "results/plr*/tables.txt", "results/records.csv")),
     "mazes": (draw_mazes, (*TABLES, "results/baselines.csv")),
     "averaging": (draw_averaging, (*TABLES, "search/last_parameters.csv")),
-    "effects": (draw_effects, ("search/hacks.csv", "search/short.csv")),
     "other": (draw_other, tuple(f"figures/{x}.csv" for x in ("navix", "cartpole", "craftax"))),
 }
 
 
+@matplotlib.style.context("default")
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help=f"some of {', '.join(PICTURES)}; default: all")
     parser.add_argument("--out", type=Path, default=HERE / "figures")
     options = parser.parse_args()
     if unknown := {*options.names} - {*PICTURES}:
-        parser.error(f"{', '.join(unknown)}: allowed are {', '.join(PICTURES)}")
+        parser.error(f"{', '.join(unknown)}: must be some of {', '.join(PICTURES)}")
     for name in options.names or PICTURES:
         PICTURES[name][0]().savefig(options.out / f"{name}.png")
 

@@ -1,0 +1,291 @@
+"""Write the tables of README.md and RESULTS.md from the data in this folder; nothing is trained.
+
+    python benchmarks/tables.py
+
+A page has `<!-- table: NAME -->` above a table and `<!-- end -->` below it. What is between them is
+replaced by what the function NAME of `TABLES` returns: rows of cells, the first is the head. Words
+around a table are free. tests/test_benchmarks.py fails if a page and its data disagree.
+"""
+
+import csv
+import gzip
+import re
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import pictures  # noqa: E402
+from pictures import METHODS, RESULTS, SEARCH, of_seeds  # noqa: E402
+from results import MEANS, TITLES, read, scores  # noqa: E402
+
+PAGES = HERE.parent / "README.md", HERE / "RESULTS.md"
+UNPUBLISHED = {f"{x}_{score}": f"{TITLES[x]}, {word}" for score, word in (
+    ("optimistic", "optimistic"), ("oracle", "true regret")) for x in ("plr", "accel")}  # fmt: skip
+
+
+# --- cells
+
+
+def show(*values, digits=3):
+    """A number, or a value with its interval: "0.926 [0.894, 0.953]"."""
+    value, *ends = (f"{round(float(x), digits) + 0.0:.{digits}f}" for x in values)
+    return f"{value} [{', '.join(ends)}]" if ends else value
+
+
+def signed(*values):
+    """A difference, with a sign, and its interval."""
+    return f"+{show(*values)}" if round(float(values[0]), 3) > 0 else show(*values)
+
+
+def mean(name, suite):
+    """A method's mean over seeds of its solve rate on a suite, with an interval."""
+    return show(*pictures.interval(scores(RESULTS / name, suite)[0]))
+
+
+def hardest(name, share="worst 10%"):
+    """The mean over seeds on each seed's own hardest random levels."""
+    return show(pictures.worst(name, share)[:, 0].mean())
+
+
+def difference(one, other, suite):
+    return signed(*pictures.difference(one, other, suite))
+
+
+# --- the data of searches, of a GPU, and of speed.md
+
+
+def chosen(change, script="plr.py", cycles="7500", suite="families"):
+    """Solve rates of the seeds of a setting in oracle.csv; by the true regret if it names none."""
+    which = script, change, cycles
+    rows = read(SEARCH / "oracle.csv")
+    rows = [x for x in rows if (x["script"], x["changed"], x["num_updates"]) == which]
+    return np.array([float(row[suite]) for row in rows])
+
+
+def hardest_chosen(change, script="plr.py", cycles="7500"):
+    """The mean over seeds on each seed's hardest hundredth, of one setting in hardest.csv."""
+    rows, which = read(SEARCH / "hardest.csv"), (script, change, cycles)
+    rows = [x for x in rows if (x["script"], x["changed"], x["num_updates"]) == which]
+    ends = [[int(x) for x in row["seeds"].split(" to ")] for row in rows]
+    rates = [float(row["worst 1%"].split()[0]) for row in rows]
+    return show(np.average(rates, weights=[last - first + 1 for first, last in ends]))
+
+
+def on_a_gpu(score, rate):
+    """Solve rates on `families` of eight seeds of PLR at a learning rate, trained on an H200."""
+    rows = read(RESULTS / "gpu" / "h200_lr" / f"plr_lr_{score}_families.csv")
+    rates = [float(row["solve_rate"]) for row in rows if float(row["lr"]) == rate]
+    return np.array(rates).reshape(8, -1).mean(1)
+
+
+def swept(**values):
+    """PAIRED's rates on `families` at the end of each training of a sweep with these values."""
+    with gzip.open(RESULTS / "gpu" / "h200_whole" / "paired_sweep.csv.gz", "rt") as file:
+        rows = list(csv.DictReader(file))
+    has = lambda row: all(float(row[name]) == x for name, x in values.items())
+    rows = [row for row in rows if row["update"] == rows[-1]["update"] and has(row)]
+    mazes = scores(RESULTS / "paired", "families")[1]
+    rates = [[float(row[f"eval_solve_rate/{maze}"]) for maze in mazes] for row in rows]
+    return np.array(rates).mean(1)
+
+
+def logged(name, column, cycle):
+    """The mean over seeds of a column of logs.csv in a cycle; blank if it was not logged."""
+    rows = [x for x in read(RESULTS / name / "logs.csv") if x["update"] == str(cycle)]
+    rates = [float(x[column]) for x in rows if x.get(column)]
+    return show(np.nanmean(rates), digits=2) if rates else ""
+
+
+def row_of(path, *first):
+    """The row of a page's tables that begins with these cells."""
+    lines = path.read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    [row] = [row for row in rows if row[: len(first)] == [*first]]
+    return row
+
+
+def times(library, program):
+    """How many times as long as this project a library takes for an update, by speed.md."""
+    row = row_of(HERE / "figures" / "speed.md", library, f"{program} --rnn lstm, 1 seed(s)")
+    return show(row[-1], digits=2)
+
+
+def training_minutes(folder, name):
+    return show(float(row_of(RESULTS / "gpu" / folder / "table.md", name)[3]) / 60, digits=1)
+
+
+# --- tables
+
+
+def readme():
+    yield "method", "minutes", "dcd's mazes", "`families`", "hardest tenth of random levels"
+    for name in (*METHODS, "plr_optimistic"):
+        title = {**TITLES, "plr_optimistic": "robust PLR, `--score optimistic_max_mc`"}[name]
+        minutes = f"{pictures.minutes(name):.0f}" if name in TITLES else ""
+        yield title, minutes, mean(name, "dcd"), mean(name, "families"), hardest(name)
+    yield unlearned("left hand")
+
+
+def unlearned(player):
+    """The row of a player that does not learn, without an interval."""
+    rows = {(x["suite"], x["maze"]): x for x in read(RESULTS / "baselines.csv")}
+    cells = ("dcd", "mean"), ("families", "mean"), ("sampled", "worst 10%")
+    return f"a {player} on the wall", "", *(show(rows[cell][player]) for cell in cells)
+
+
+def methods():
+    yield ("method", "seeds", "minutes", "dcd's mazes", "of its seeds", "minimax's paper",
+           "`families`", "hardest tenth", "hardest hundredth")  # fmt: skip
+    for name, title in {**{x: TITLES[x] for x in METHODS}, **UNPUBLISHED}.items():
+        rates = of_seeds(name)
+        minutes = f"{pictures.minutes(name):.1f}" if name in TITLES else ""
+        yield (title, len(rates), minutes, mean(name, "dcd"),
+               f"{rates.min():.2f} to {rates.max():.2f}", MEANS.get(name, ""),
+               mean(name, "families"), hardest(name), hardest(name, "worst 1%"))  # fmt: skip
+    title, _, *cells, tenth = unlearned("left hand")
+    yield title, "", "", cells[0], "", "", cells[1], tenth, ""
+
+
+def length():
+    yield "cycles", "minutes", "score", "seeds", "dcd's mazes", "`families`", "hardest tenth"
+    for end, score in {"": "`max_mc`", "_optimistic": "optimistic"}.items():
+        for name, cycles in pictures.LENGTHS.items():
+            run, faster = name + end, name == "plr_1650" and end
+            yield (f"{cycles:,}", f"{pictures.minutes(name):.1f}",
+                   score + ", `--lr 6e-3`" * bool(faster), len(of_seeds(run)), mean(run, "dcd"),
+                   mean(run, "families"), hardest(run))  # fmt: skip
+
+
+def differences():
+    yield "difference", "dcd's mazes", "`families`"
+    for one, other in (*combinations(("accel", "sfl", "plr"), 2), ("plr", "dr"), ("dr", "paired")):
+        title = f"{TITLES[one]} - {TITLES[other]}".replace("robust ", "")
+        yield title, difference(one, other, "dcd"), difference(one, other, "families")
+
+
+def regret():
+    yield ("true regret - own score", "dcd's mazes", "`families`", "hardest hundredth by own score",
+           "by the true regret")  # fmt: skip
+    for name in ("plr", "accel", "sfl", "paired"):
+        knows = f"{name}_oracle"
+        yield (TITLES[name], difference(knows, name, "dcd"), difference(knows, name, "families"),
+               hardest(name, "worst 1%"), hardest(knows, "worst 1%"))  # fmt: skip
+
+
+def rates():
+    yield ("method and score", "seeds", "`families` at 2e-3", "at 6e-3", "6e-3 - 2e-3",
+           "hardest hundredth at 2e-3", "at 6e-3")  # fmt: skip
+    faster = "lr=0.006 annealed"
+    runs = {  # the record at 2e-3, the setting at 6e-3, whether eight seeds more are from a GPU
+        "PLR, true regret": ("plr_oracle", faster, "oracle"),
+        "ACCEL, true regret": ("accel_oracle", faster, ""),
+        "PLR, optimistic": ("plr_optimistic", "score=optimistic_max_mc lr=0.006", ""),
+        "PLR, `max_mc`": ("plr", "score=max_mc lr=0.006", "mc"),
+        "ACCEL, `max_mc`": ("accel", "score=max_mc lr=0.006", ""),
+        "DR": ("dr", "lr=0.006", ""),
+    }
+    cycles = {"plr": "7500", "accel": "4800", "dr": "4700"}
+    for title, (name, change, more) in runs.items():
+        script = name.split("_")[0]
+        which = change, f"{script}.py", cycles[script]
+        old, new = of_seeds(name, "families"), chosen(*which)
+        if more:
+            old, new = (np.append(x, on_a_gpu(more, y)) for x, y in ((old, 2e-3), (new, 6e-3)))
+        gain = signed(*pictures.gain(new, old))
+        yield (title, f"{len(old)}, {len(new)}", show(old.mean()), show(new.mean()), gain,
+               hardest(name, "worst 1%"), hardest_chosen(*which))  # fmt: skip
+
+
+def paired():
+    yield "entropy bonus", "weight of the value loss", "`families`", "teacher five times as fast"
+    for bonus, weight in ((1e-3, 0.5), (1e-2, 0.5), (1e-3, 2), (1e-2, 2)):
+        each = [swept(ent_coef=bonus, vf_coef=weight, teacher_lr=x) for x in (1e-3, 5e-3)]
+        yield bonus, weight, *(show(*pictures.interval(x)) for x in each)
+
+
+def estimates():
+    runs = {"TRACED": ("plr_3300_traced", 3300), "the true regret": ("plr_oracle", 7500),
+            "the optimistic score": ("plr_optimistic", 7500)}  # fmt: skip
+    ends = [(name, cycle) for name, end in runs.values() for cycle in (150, end)]
+    heads = [f"by {word}, {cycle:,}" for word, (_, end) in runs.items() for cycle in (150, end)]
+    yield "PLR replays levels, cycle", *heads
+    for score, title in pictures.SCORES.items():
+        yield title, *(logged(name, f"rank_correlation_{score}", x) for name, x in ends)
+    share = "never_solved_regret_share"
+    yield "share of regret in levels never solved", *(logged(name, share, x) for name, x in ends)
+
+
+def optimistic():
+    yield ("run", "dcd's mazes: optimistic - `max_mc`", "`families`: optimistic - `max_mc`",
+           "optimistic - true regret", "hardest hundredth by `max_mc`", "optimistic")  # fmt: skip
+    titles = {"plr_3300": "PLR, 3,300 cycles", "plr": "PLR, 7,500 cycles", "accel": "ACCEL"}
+    for name, title in titles.items():
+        hopes = f"{name}_optimistic"
+        yield (title, difference(hopes, name, "dcd"), difference(hopes, name, "families"),
+               difference(hopes, f"{name}_oracle", "families"), hardest(name, "worst 1%"),
+               hardest(hopes, "worst 1%"))  # fmt: skip
+
+
+def lacks():
+    yield "PLR by the true regret", "seeds", "dcd's mazes", "`families`", "hardest hundredth"
+    large = "lr=0.003 annealed hidden_size=128"
+    changes = {
+        "7,500 cycles, `--lr 6e-3`": "lr=0.006 annealed",
+        "the same, `--ent-coef 15e-3`": "lr=0.006 annealed ent_coef=0.015",
+        "`--lr 3e-3 --hidden-size 128`": large,
+        "the same, `--bptt-horizon 256`": f"{large} bptt_horizon=256",
+    }
+    for title, change in changes.items():
+        rates = [chosen(change, suite=x) for x in ("dcd", "families")]
+        means = (show(x.mean()) for x in rates)
+        yield title, len(rates[0]), *means, hardest_chosen(change)
+    rows = {(row["divisor"], row["suite"]): row for row in read(SEARCH / "less_decided.csv")}
+    for divisor in ("1", "1.5", "2"):
+        means = (rows[divisor, x]["mean"] for x in ("dcd", "families"))
+        title = f"logits divided by {divisor}" if divisor != "1" else "3,300 cycles"
+        yield title, 6, *means, rows[divisor, "sampled"]["worst 1%"]
+
+
+def speed():
+    yield "time of an update, this project = 1", "DR", "PLR, a replay cycle", "PAIRED"
+    programs = "dr", "plr replay cycle"
+    yield "JaxUED", *(times("jaxued", x) for x in programs), ""
+    light = "minimax, no level metrics"
+    yield "minimax, without statistics of levels", *(times(light, x) for x in programs), ""
+    yield "minimax", *(times("minimax", x) for x in (*programs, "paired"))
+
+
+def gpu():
+    yield "`--fast` on an H200", "trainings", "minutes", "dcd's mazes", "of them on a CPU"
+    for name in ("plr", "dr"):
+        rows = read(RESULTS / "gpu" / "h200_whole" / f"{name}_dcd.csv")
+        found = np.array([float(x["solve_rate"]) for x in rows]).reshape(32, -1)
+        spent = training_minutes("h200_whole", f"{name} fast")
+        yield TITLES[name], 32, spent, show(*pictures.interval(found)), mean(name, "dcd")
+    yield "ACCEL", 32, training_minutes("h200_lr", "accel fast, sweep"), "", ""
+
+
+TABLES = {f.__name__: f for f in (
+    readme, methods, length, differences, regret, rates, paired, estimates, optimistic, lacks,
+    speed, gpu)}  # fmt: skip
+
+
+def markdown(rows):
+    head, *rows = ([str(cell) for cell in row] for row in rows)
+    line = lambda cells: f"| {' | '.join(cells)} |\n"
+    return line(head) + "|" + "---|" * len(head) + "\n" + "".join(map(line, rows))
+
+
+def fill(text):
+    """A page with its tables as the data have them."""
+    marks = r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)"
+    return re.sub(marks, lambda x: x[1] + markdown(TABLES[x[2]]()) + x[3], text, flags=re.S)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(fill(page.read_text()))
