@@ -33,7 +33,9 @@ def read(path):
         for row in csv.DictReader(file):
             ours = "ours, " + row["variant"] if row["variant"] else "ours"
             curve = ours if row["library"] == "ours" else "theirs"
-            pairs[row["settings"], row["method"]][curve][int(row["seed"])].append(row)
+            run = pairs[row["settings"], row["method"]][curve][int(row["seed"])]
+            if row["updates"] not in [earlier["updates"] for earlier in run]:  # a run went on
+                run.append(row)
     return pairs
 
 

@@ -6,7 +6,7 @@
 
 --source is a checkout of the peer (ours: of this project). Peers keep their own settings, but for
 64 units of the LSTM. `ours --as PEER` takes the settings of that peer, `--network jaxued` also the
-heads (ReLU) and the direction of JaxUED's student. For commit bc1f365, jaxued_dr.diff lets the
+heads (ReLU) and the direction of JaxUED's student. A copy with jaxued_dr.diff lets the
 episodes of dr.py go on from one update to the next, as JaxUED's do; minimax_dr.diff keeps the
 recurrent state although episodes are new, as minimax does.
 
@@ -361,13 +361,16 @@ def run(training, test, row, options):
         state = jax.block_until_ready(training.update(state))
         seconds, cycles = seconds + time.process_time() - clock, cycles + CYCLES
         updates, rollouts = training.progress(state, cycles)
-        if updates >= due[0]:
+        is_due = updates >= due[0]
+        if is_due:
             due.pop(0)
             reached = {"updates": updates, "env_steps": rollouts * STEPS}
             scores = test(training.params(state), row["seed"])
             write(options.out, row | reached | {"seconds": f"{seconds:.1f}"} | scores)
-    if file:
-        file.write_bytes(pickle.dumps((arrays(state), seconds, cycles)))
+        if file and (is_due or cycles % 25 == 0 or updates >= options.until):
+            text = pickle.dumps((arrays(state), seconds, cycles))
+            file.with_suffix(".new").write_bytes(text)
+            file.with_suffix(".new").replace(file)
 
 
 def arrays(state):

@@ -13,6 +13,7 @@ import argparse
 import importlib
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import learning
@@ -79,7 +80,7 @@ def main():
     parser.add_argument("--ours", type=Path, default=Path(__file__).resolve().parents[2])
     parser.add_argument("--updates", type=int, default=10)
     options = parser.parse_args()
-    sys.path.insert(0, str(options.ours))
+    sys.path[:0] = [str(options.ours), str(options.ours / "tests")]
     theirs = getattr(learning, options.library)("dr", options.source.resolve(), {"lr": LR})
     convert = {"jaxued": from_jaxued, "minimax": from_minimax}[options.library]
     settings = learning.SETTINGS[options.library, "dr"]
@@ -88,7 +89,7 @@ def main():
         plr.ActorCritic = learning.JaxuedStudent
     config = plr.Config(hidden_size=learning.HIDDEN, eval_interval=0)
     train = plr.make_train(replace(config, **dict(lr=1e-4, gamma=0.995, ent_coef=1e-3) | settings))
-    parts = train.parts
+    part = partial(importlib.import_module("parts").part, train)
 
     fresh = state = theirs.init(0)
     for _ in range(-(-options.updates // learning.CYCLES)):
@@ -96,8 +97,8 @@ def main():
     before = theirs.params(state)
     params = convert(before)
     rng = jax.random.key(0)
-    levels = parts["sample_levels"](rng, config.num_envs, 1)
-    batch, last_value = jax.jit(parts["rollout"])(rng, params, levels)
+    levels = part("sample_levels")(rng, config.num_envs, 1)
+    batch, last_value = jax.jit(part("rollout"))(rng, params, levels)
 
     # 1. the policy and the values of that rollout
     obs, first = theirs.adapt(batch.obs), batch.is_first
@@ -116,9 +117,9 @@ def main():
     report("values", value, batch.value, float(jnp.abs(batch.value).max()))
 
     # 2. one PPO update: five epochs
-    optimiser = parts["optimiser"]
+    optimiser = part("optimiser")
     student = plr.Agent(params, optimiser(0.0).init(params))
-    learn = jax.jit(parts["learn"])
+    learn = jax.jit(part("learn"))
     ours = learn(rng, student, LR, batch, last_value)[0].params
     key = jax.random.PRNGKey(0)
     if options.library == "jaxued":
@@ -154,7 +155,8 @@ def main():
     mine = plr.replay_probabilities(buffer, now, 0.3, 0.3)
     advantage = plr.gae(batch, last_value, 0.995, 0.98)
     seen = jnp.full(number, -jnp.inf)
-    mine_score = plr.level_outcomes(batch, advantage, seen, jnp.eye(number) > 0, seen)[3]["max_mc"]
+    outcomes = plr.level_outcomes(batch, advantage, seen, {}, jnp.eye(number) > 0, seen)
+    mine_score = outcomes[3]["max_mc"]
     if options.library == "jaxued":
         from jaxued.level_sampler import LevelSampler
         from jaxued.utils import compute_max_returns, max_mc
