@@ -944,7 +944,7 @@ def load_checkpoint(config):
     last = read_checkpoint(path)
     stored, given = json.loads(last["config"]), json.loads(to_json(config))
     fixed, annealed = stored.keys() - MAY_CHANGE, ""
-    if config.anneal_lr:
+    if stored["anneal_lr"]:
         fixed, annealed = fixed | {"num_updates"}, ", whose lr is annealed"
     for name in sorted(fixed):
         if stored[name] != given.get(name):
