@@ -888,13 +888,13 @@ def run(config):
     init, update, show, sharding = make_programs(config, len(rows), devices, shard)
     table = {name: np.array([row[name] for row in rows]) for name in rows[0]}
     table = jax.device_put(table, sharding)
-    last = load_checkpoint(config)
-    cycle, seconds = last.get("cycles", 0), last.get("seconds", 0.0)
-    stopped, shown = 0, {}
     state = jax.eval_shape(init, 0, table, None)[0]
     jax.eval_shape(update(config.log_interval), 0, table, state)  # raises what make_train demands
     folder, log = open_folder(config)
     with log, catch_signals() as caught:
+        last = load_checkpoint(config)  # under the lock
+        cycle, seconds = last.get("cycles", 0), last.get("seconds", 0.0)
+        stopped, shown = 0, {}
         log.truncate(min(last.get("log_bytes", 0), os.path.getsize(log.name)))
         write(folder / "config.json", lambda file: file.write(to_json(config).encode()))
         quiet = jax.process_index() > 0

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import re
+import shutil
 import struct
 import sys
 from dataclasses import fields, replace
@@ -111,6 +112,17 @@ def test_the_next_command_resumes(toys, toy_run, tmp_path):
     before = contents(folder)
     assert toys(*words)[0] == 0
     assert contents(folder) == before
+
+
+def test_a_folder_is_looked_at_under_its_lock(toys, toy_run, tmp_path, monkeypatch):
+    """A run that ends there while another start is traced stays as it is."""
+    folder, open_folder = tmp_path / "run", dr.open_folder
+    late = lambda config: shutil.copytree(toy_run, folder) and open_folder(config)
+    monkeypatch.setattr(dr, "open_folder", late)
+    status, _, line = toys("--seeds", 2, "--out", folder)
+    assert status == 2
+    assert "must be a new folder, or --resume" in line
+    assert [*contents(folder).values()] == [*contents(toy_run).values()]
 
 
 def test_columns_of_a_resumed_run(tmp_path):
