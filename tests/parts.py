@@ -1,6 +1,5 @@
 """Access to parts of make_train for tests: by name, and in copies of scripts that change some."""
 
-import subprocess
 import sys
 from itertools import count
 from pathlib import Path
@@ -53,13 +52,6 @@ def hacked(module, changes, **names):
     assert not names.keys() & vars(copy).keys()
     vars(copy).update(names)
     return copy
-
-
-def patched(module, diff):
-    """A copy of a script with the changes of a diff, which must apply as it stands."""
-    command = ["patch", "-F0", "-s", "-o", "-", module.__file__, diff]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return from_text(module, done.stdout)
 
 
 def from_text(module, text):

@@ -16,14 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
-from parts import patched
 from runs import ROOT, assert_close, assert_equal, leaves, load, rewind, table
-from scipy.stats import spearmanr
 
 sys.path.insert(0, str(ROOT))
-import accel
-import plr
-import test_plr
 
 TINY = """--max-steps 12 --num-envs 8 --num-steps 16 --hidden-size 8 --update-epochs 2
     --eval-episodes 2 --eval-interval 4 --num-updates 12 --log-interval 2 --checkpoint-interval 4
@@ -192,68 +187,6 @@ def test_evaluate_the_worst_of_random_physics(trained, call):
     assert status == 0, err
     assert "over 20 maze(s)" in out, err
     assert "worst 10%" in out, err
-
-
-# --- how well scores rank levels
-
-
-@pytest.fixture(scope="module")
-def ranked():
-    """plr.py with rank_correlation.diff."""
-    if not shutil.which("patch"):
-        pytest.skip("there is no `patch` here")
-    return patched(plr, ROOT / "examples/rank_correlation.diff")
-
-
-@pytest.mark.parametrize("number", [3, 32, 1000])
-def test_rank_correlation_is_scipys(ranked, number):
-    """With ties; only over pairs where both are known; NaN if one of them is constant."""
-    random, correlation = np.random.default_rng(number), jax.jit(ranked.rank_correlation)
-    found = []
-    for _ in range(30):
-        x, y = random.integers(-number, number, (2, number)) / 8  # exact in float32: ties stay
-        x, y = np.where(random.random((2, number)) < 0.1, np.nan, [x, x + y])
-        known = ~np.isnan(x + y)
-        if len({*x[known]}) > 1 and len({*y[known]}) > 1:
-            found.append((correlation(x, y), spearmanr(x[known], y[known]).statistic))
-    assert len(found) > 15
-    assert len({*np.transpose(found)[0]}) > 1
-    np.testing.assert_allclose(*np.transpose(found), atol=1e-5)
-    assert np.isnan(correlation(x, np.ones(number)))
-    assert np.isnan(correlation(x, np.full(number, np.nan)))
-
-
-@pytest.mark.slow
-def test_what_is_logged_of_the_approximations_of_regret(ranked):
-    """Compared with plain scores of levels with an ended episode, ranked by scipy."""
-    shares = []
-    for cycle in test_plr.play(ranked, 12, **test_plr.PARALLEL):
-        filled, level = test_plr.contents(cycle.before.buffer), test_plr.names(cycle.entries.level)
-        seen = [filled.get(x, {"max_return": -np.inf})["max_return"] for x in level]
-        best = cycle.best.tolist()
-        found = test_plr.outcomes(cycle.batch, cycle.advantage, level, seen, best)
-        found = [(r_max, scores) for ended, r_max, _, scores in found if ended]
-        regret = [scores["oracle_regret"] for _, scores in found]
-        for name in {*test_plr.SCORES} - {"oracle_regret"}:
-            x = np.round([scores[name] for _, scores in found], 6)  # what ties in float32
-            expected = spearmanr(x, regret).statistic if len({*x}) > 1 else np.nan
-            logged = cycle.metrics[f"rank_correlation_{name}"]
-            assert logged == pytest.approx(expected, abs=1e-4, nan_ok=True), name
-        unsolved = sum(x for (r_max, _), x in zip(found, regret) if r_max <= 0)
-        shares.append(unsolved / sum(regret))
-        assert cycle.metrics["never_solved_regret_share"] == pytest.approx(shares[-1], abs=1e-5)
-    assert len({*shares}) > 4
-
-
-def test_rank_correlations_of_accel_have_the_same_names(ranked):
-    columns = {}
-    for script in ranked, patched(accel, ROOT / "examples/rank_correlation.diff"):
-        train = script.make_train(script.Config(**test_plr.SMALL))
-        state = jax.eval_shape(train.init, jax.random.key(0))
-        metrics = jax.eval_shape(partial(train.update, cycles=1), state)[1]
-        columns[script] = {x for x in metrics if "rank_corr" in x or "never_solved" in x}
-    assert [len(x) for x in columns.values()] == [6, 6]
-    assert len({*map(frozenset, columns.values())}) == 1
 
 
 # --- beside gymnax and JaxUED
