@@ -35,6 +35,16 @@ def part(train, *names):
     return found if len(names) > 1 else found[0]
 
 
+def traced(train):
+    """A cycle that is traced, and not compiled: its state, which keeps its shapes, its metrics and
+    the levels that it would show, as shapes."""
+    state = jax.eval_shape(train.init, jax.random.key(0))
+    after, metrics = jax.eval_shape(lambda state: train.update(state, 1), state)
+    shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    assert shapes(after) == shapes(state)
+    return state, metrics, jax.eval_shape(train.show, state)
+
+
 def cycle_rngs(state, number):
     """The random keys of the cycle that comes next, as the first lines of `cycle` make them."""
     return jax.random.split(jax.random.fold_in(state.rng, state.cycles), number)

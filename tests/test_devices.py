@@ -52,28 +52,25 @@ def whole(tmp, train):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["dr", "plr", "accel", "paired", "sfl"])
-def test_killed_at_a_random_moment(tmp, whole, launch, train, variant):
+def test_killed_at_a_random_moment(tmp, whole, launch, train):
     """Once a line is there; the command that began the run goes on."""
-    script, options = VARIANTS[variant]
-    folder, one = tmp / f"{variant} killed", whole(variant)
-    args = [*RUN, *options.split(), "--devices", 1, "--resume", "--out", folder]
-    process = launch(*args, script=ROOT / script)
+    folder, one = tmp / "killed", whole("plr")
+    args = [*RUN, *BUFFER.split(), "--devices", 1, "--resume", "--out", folder]
+    process = launch(*args, script=ROOT / "plr.py")
     while last_update(folder) == 0 and process.poll() is None:
         time.sleep(0.002)
     time.sleep(RNG.uniform(0, 0.05))
     process.send_signal(signal.SIGKILL)
     assert finish(process)[0] in (-signal.SIGKILL, 0)
-    train(*args, script=ROOT / script)
+    train(*args, script=ROOT / "plr.py")
     assert_equal(folder, one)
     assert {len(x) for x in leaves(load(folder)).values()} == {2}
     learnt = {int(row["grad_updates"]) for row in table(folder)[-2:]}
-    assert max(learnt) > 0
-    assert variant not in ("plr", "accel") or max(learnt) < 12
+    assert 0 < max(learnt) < 12
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [x for x in VARIANTS if x != "plr"])
 def test_levels_over_devices_give_the_training_of_one(tmp, whole, train, variant):
     """From cycle 8, which another layout has reached; sfl's candidates from the start."""
     script, options = VARIANTS[variant]

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from minigrid.envs import MemoryEnv
 from PIL import Image
+from parts import traced
 from runs import ROOT, assert_equal, rewind, table
-from test_examples import MORE, TINY, commands, example, measured, script  # noqa: F401
+from test_examples import (  # noqa: F401
+    MORE, TINY, commands, example, measured, module_of, script)  # fmt: skip
 
 
 FORMS = [(size, random) for size in (7, 9, 11, 13, 17) for random in (False, True)]
@@ -227,23 +229,29 @@ def test_pictures_and_text_of_memory(memory, tmp_path):
     assert memory.render(long).shape == (7 * 8, 197 * 8, 3)
 
 
-@pytest.mark.parametrize("name", ["plr", *(pytest.param(x, marks=pytest.mark.slow)
-                                           for x in ("dr", "accel", "sfl"))])  # fmt: skip
-def test_a_training_on_memory(tmp, train, call, script, memory, name):  # noqa: F811
+@pytest.mark.parametrize("name", ["dr", "accel", "sfl"])
+def test_a_cycle_on_memory(script, memory, name, monkeypatch):  # noqa: F811
+    copy = module_of(script("memory", name), monkeypatch)
+    words = [*commands("memory")[2], *TINY, *MORE[name], "--longest=2"]
+    words += [] if name == "dr" else ["--score=oracle_regret"]
+    _, metrics, shown = traced(copy.make_train(copy.parse(words)))
+    of_levels = {"dr": "", "accel": "child_", "sfl": "replay_"}[name]
+    assert {of_levels + "length", of_levels + "optimal_return"} < metrics.keys()
+    assert shown
+
+
+def test_a_training_on_memory(tmp, train, call, script, memory):  # noqa: F811
     """By the docstring's flags but for their sizes; the true regret is the score."""
-    path, folder = script("memory", name), tmp / f"memory-{name}"
-    flags = [*commands("memory")[2], *TINY, *MORE[name], "--longest", 2, "--ent-coef", 0.1]
-    flags += [] if name == "dr" else ["--score", "oracle_regret"]
+    path, folder = script("memory", "plr"), tmp / "memory"
+    flags = [*commands("memory")[2], *TINY, *MORE["plr"], "--longest", 2, "--ent-coef", 0.1]
+    flags += ["--score", "oracle_regret"]
     train(*flags, "--eval-suite", "Corridor1,MemoryS7", "--out", folder, script=path)
     rows = table(folder)
-    of_levels = {"dr": "", "plr": "buffer_", "accel": "child_", "sfl": "replay_"}[name]
-    assert len({*measured(rows, of_levels + "length")}) > 1
-    best = measured(rows, of_levels + "optimal_return")
+    assert len({*measured(rows, "buffer_length")}) > 1
+    best = measured(rows, "buffer_optimal_return")
     assert all(0 < x < 1 for x in best)
     assert int(rows[-1]["grad_updates"]) > 1
     assert Image.open(folder / "levels/update_12.png").width > 1000
-    if name != "plr":
-        return
     train("--resume", "--out", rewind(folder, tmp / "memory-again", 8), script=path)
     assert_equal(folder, tmp / "memory-again")
     more = "--mazes Corridor3,MemoryS9Random --episodes 4 --gif Corridor3 --show-levels".split()
@@ -251,5 +259,5 @@ def test_a_training_on_memory(tmp, train, call, script, memory, name):  # noqa: 
     assert status == 0, err
     with open(folder / "results.csv", newline="") as file:
         assert [row["maze"] for row in csv.DictReader(file)] == ["Corridor3", "MemoryS9Random"]
-    assert Image.open(folder / "film_memory-plr_12_Corridor3.gif").size[0] == 16 * 9
+    assert Image.open(folder / "film_memory_12_Corridor3.gif").size[0] == 16 * 9
     assert Image.open(folder / "mazes.png").width > 1000

@@ -299,31 +299,31 @@ def test_actions_are_drawn_by_their_probabilities(js):
 
 @pytest.mark.slow
 def test_solve_rates_are_evaluates(tmp_path, js):
-    """400 episodes on each of six mazes: rates and mean lengths differ only by chance."""
+    """200 episodes on each of four mazes: rates and mean lengths differ only by chance."""
     levels = draw(40, 4, 4, seed=8)
-    far = np.flatnonzero(jax.vmap(amaze.solve)(levels).n_actions > 3)[:6]
+    far = np.flatnonzero(jax.vmap(amaze.solve)(levels).n_actions > 3)[:4]
     chosen = [jax.tree.map(lambda x: x[i : i + 1], levels) for i in far]
     mazes = [evaluate.Maze(str(i), x, 80, i % 2 == 0) for i, x in enumerate(chosen)]
     run = as_run(tmp_path / "run", "lstm")
     agents = run.train, run.params, evaluate.agent_keys(run, 0)
-    returns, lengths = evaluate.play(*agents, mazes, 400)
+    returns, lengths = evaluate.play(*agents, mazes, 200)
     filled = data(evaluate.page([run], mazes, "<f4"))
     found = js("""Object.values(filled.mazes).map(([text], k) => {
         const maze = maze_from_text(text), network = actor_critic(filled.agents[0]);
         let seen;
-        for (const record of tries(network, maze, 400, make_rng(k))) seen = record;
+        for (const record of tries(network, maze, 200, make_rng(k))) seen = record;
         const {episodes, solved, steps, visits} = seen, entered = visits.reduce((x, y) => x + y);
         return [episodes, solved, steps, entered, visits[cell(maze.level, maze.level.goal_pos)]];
     })""", filled=filled)  # fmt: skip
     rates = (returns[0] > 0).mean(1)
-    assert (rates > 0.1).sum() > 3, rates
-    assert (rates < 0.9).sum() > 3, rates  # else little was compared
+    assert (rates > 0.1).sum() > 1, rates
+    assert (rates < 0.9).sum() > 1, rates  # else little was compared
     for rate, length, (episodes, solved, steps, entered, ends) in zip(rates, lengths[0], found):
-        pooled = (rate + solved / 400) / 2
-        assert episodes == 400
+        pooled = (rate + solved / 200) / 2
+        assert episodes == 200
         assert ends == solved < entered < steps
-        assert abs(rate - solved / 400) < 4 * np.sqrt(2 * pooled * (1 - pooled) / 400) + 1e-9
-        assert abs(length.mean() - steps / 400) < 4 * length.std() * np.sqrt(2 / 400)
+        assert abs(rate - solved / 200) < 4 * np.sqrt(2 * pooled * (1 - pooled) / 200) + 1e-9
+        assert abs(length.mean() - steps / 200) < 4 * length.std() * np.sqrt(2 / 200)
 
 
 # --- evaluate.py --play

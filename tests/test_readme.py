@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parts import part
+from parts import part, traced
 from runs import ROOT
 
 sys.path.insert(0, str(ROOT))
@@ -76,9 +76,7 @@ def config(module, **changes):
 
 def cycle(module, **changes):
     """What a cycle of the copy would log. It is traced, and not compiled."""
-    train = module.make_train(config(module, **changes))
-    state = jax.eval_shape(train.init, jax.random.key(0))
-    return jax.eval_shape(lambda state: train.update(state, 1), state)[1]
+    return traced(module.make_train(config(module, **changes)))[1]
 
 
 @pytest.mark.slow

@@ -7,17 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_plr
-from parts import hacked
+from parts import hacked, traced
 from runs import ROOT
 from scipy.stats import spearmanr
+from test_examples import load_module
 
 sys.path.insert(0, str(ROOT))
 import accel
 import plr
 
-sys.path.insert(0, str(ROOT / "examples"))
-import scores
-
+scores = load_module(ROOT / "examples/scores.py")
 TEXT = (ROOT / "examples/scores.py").read_text()
 FUNCTIONS = TEXT.partition("import amaze\n")[2].strip()
 NEW = """"mna": mna(advantage, max_return),
@@ -125,9 +124,8 @@ def test_a_training_with_all_of_them(hooked):
 def test_accel_has_the_same_columns(hooked):
     columns = []
     for script in hooked, pasted(accel):
-        train = script.make_train(script.Config(**test_plr.SMALL, score="mna"))
-        state = jax.eval_shape(train.init, jax.random.key(0))
-        metrics = jax.eval_shape(lambda state: train.update(state, 1), state)[1]
+        config = script.Config(**test_plr.SMALL, score="mna")
+        metrics = traced(script.make_train(config))[1]
         columns.append({x for x in metrics if "rank_corr" in x or "never_solved" in x})
     assert columns[0] == columns[1]
     assert len(columns[0]) == 6
