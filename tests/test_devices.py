@@ -28,9 +28,7 @@ CANDIDATES = """--num-candidates 12 --candidates-at-once 4 --candidate-evals 2
 VARIANTS = {  # name: script, its options
     "dr": ("dr.py", ""),
     "plr": ("plr.py", BUFFER),
-    "plr_parallel": ("plr.py", f"{BUFFER} --parallel"),
-    "accel": ("accel.py", BUFFER),
-    "accel_minibatches": ("accel.py", f"{BUFFER} --parallel --num-minibatches 2"),
+    "accel": ("accel.py", f"{BUFFER} --parallel --num-minibatches 2"),
     "paired": ("paired.py", "--teacher-hidden-size 16 --teacher-filters 4"),
     "sfl": ("sfl.py", CANDIDATES),
 }
@@ -70,7 +68,7 @@ def test_killed_at_a_random_moment(tmp, whole, launch, train):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [x for x in VARIANTS if x != "plr"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_levels_over_devices_give_the_training_of_one(tmp, whole, train, variant):
     """From cycle 8, which another layout has reached; sfl's candidates from the start."""
     script, options = VARIANTS[variant]
@@ -146,7 +144,7 @@ def test_seeds_over_devices(four, toy_script, train, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes(tmp, four, toy_script, launch):
-    """Together they equal one; they refuse together; a signal to one stops both, and they go on."""
+    """Together they equal one; they refuse together; a signal to one stops both."""
     folder = tmp / "two"
     both = [finish(process) for process in start_together(launch, folder)]
     assert [x[0] for x in both] == [0, 0], both
@@ -163,13 +161,7 @@ def test_two_processes(tmp, four, toy_script, launch):
     one, other = start_together(launch, folder, "--num-updates", 10**6, "--plot-interval", 0)
     ends = [interrupt(other, folder, 10, signal.SIGTERM), finish(one)]
     assert [x[0] for x in ends] == [143, 143], ends
-    stopped = load(folder)["cycles"]
-    assert stopped == last_update(folder) >= 10
-    both = start_together(launch, folder, "--resume", "--num-updates", 10**6)
-    interrupt(both[1], folder, stopped + 40, signal.SIGKILL)
-    both[0].kill()  # else it notices in seconds, or after 100, by JAX's heartbeat
-    finish(both[0])
-    assert load(folder)["cycles"] > stopped
+    assert load(folder)["cycles"] == last_update(folder) >= 10
 
 
 @pytest.mark.parametrize("args, expected", [
@@ -208,10 +200,7 @@ def test_what_is_dealt(monkeypatch, args, expected):
 def test_every_core_is_a_device(tmp, launch, toy_script):
     """This holds on a CPU, unless the user sets something else."""
     cores = len(os.sched_getaffinity(0))
-    for number, args, env in ((cores, [], {}), (3, [], {"JAX_NUM_CPU_DEVICES": "3"})):
-        words = "--seeds", 3 * cores, "--devices", 0, *args, "--out", tmp / f"cores {number}"
-        status, said, err = finish(
-            launch(*TOY, *words, script=toy_script, devices=None, env=PATHS | env)
-        )
-        assert status == 0, err
-        assert f"training(s) on {number} x cpu, dealt by seeds" in said
+    words = *TOY, "--seeds", 3 * cores, "--devices", 0, "--out", tmp / "cores"
+    status, said, err = finish(launch(*words, script=toy_script, devices=None, env=PATHS))
+    assert status == 0, err
+    assert f"training(s) on {cores} x cpu, dealt by seeds" in said

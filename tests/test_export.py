@@ -30,7 +30,7 @@ class Accelerators(list):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dr", "plr", "accel", "paired", "sfl"])
+@pytest.mark.parametrize("name", ["dr", "accel", "paired", "sfl"])
 def test_programs_lower_for_accelerators(name, monkeypatch):
     """Seeds, and PAIRED's students, do not take turns, as they do on a CPU."""
     monkeypatch.setattr(jax, "default_backend", lambda: "accelerator")

@@ -246,7 +246,8 @@ assert len(names["log"]) == 4 and len(names["x"]) > 0, (names["log"], names["x"]
 """
 SMALL = dict(num_updates=8, num_envs=4, num_steps=8, rnn="none", hidden_size=4, buffer_size=8,
              num_candidates=16, candidates_at_once=8, candidate_evals=2, num_minibatches=1,
-             update_epochs=1, eval_interval=2, eval_episodes=1, log_interval=4)  # fmt: skip
+             update_epochs=1, eval_suite="TrivialMaze", eval_interval=2, eval_episodes=1,
+             log_interval=4)  # fmt: skip
 
 
 @pytest.mark.slow

@@ -398,7 +398,6 @@ LIES = {
                      "    layers: int\n    norm: str\n    initial_carry = lambda *_: ()\n\n"
                      "    @nn.compact\n    def __call__(self, carry, x, is_first):\n"
                      "        return carry, nn.Dense(self.size)(x)\n\n\nclass ActorCritic("},
-    "another head": {"nn.Dense(32, kernel_init=orthogonal(2**0.5))(x)": "nn.Dense(24)(x)"},
     "another activation": {"hidden = lambda: jnp.tanh(": "hidden = lambda: -jnp.tanh("},
     "another step": {"amaze.step)(state, action)": "amaze.step)(state, 2 - action % 3)"},
 }  # fmt: skip
