@@ -240,6 +240,7 @@ def test_a_cycle_on_memory(script, memory, name, monkeypatch):  # noqa: F811
     assert shown
 
 
+@pytest.mark.slow
 def test_a_training_on_memory(tmp, train, call, script, memory):  # noqa: F811
     """By the docstring's flags but for their sizes; the true regret is the score."""
     path, folder = script("memory", "plr"), tmp / "memory"
