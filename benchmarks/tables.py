@@ -22,6 +22,7 @@ import pictures  # noqa: E402
 from pictures import METHODS, RESULTS, SEARCH, of_seeds  # noqa: E402
 from results import MEANS, TITLES, read, scores  # noqa: E402
 
+SPEED = HERE / "figures" / "speed.md"
 PAGES = HERE.parent / "README.md", HERE / "RESULTS.md"
 UNPUBLISHED = {f"{x}_{score}": f"{TITLES[x]}, {word}" for score, word in (
     ("optimistic", "optimistic"), ("oracle", "true regret")) for x in ("plr", "accel")}  # fmt: skip
@@ -110,7 +111,7 @@ def row_of(path, *first):
 
 def times(library, program):
     """How many times as long as this project a library takes for an update, by speed.md."""
-    row = row_of(HERE / "figures" / "speed.md", library, f"{program} --rnn lstm, 1 seed(s)")
+    row = row_of(SPEED, library, f"{program} --rnn lstm, 1 seed(s)")
     return show(row[-1], digits=2)
 
 
@@ -259,6 +260,15 @@ def speed():
     yield "minimax", *(times("minimax", x) for x in (*programs, "paired"))
 
 
+def dcd():
+    yield "time of dcd's update, this project = 1", "DR", "robust PLR", "its cycles that replay"
+    networks = {"256 units, as published": "lstm", "64, as in `--fast`": "lstm --hidden-size 64"}
+    for title, core in networks.items():
+        programs = "dr", "plr half of each", "plr replay cycle"
+        rows = [row_of(SPEED, "dcd", f"{x} --rnn {core}, 1 seed(s)") for x in programs]
+        yield title, *(show(row[-1], digits=1) for row in rows)
+
+
 def gpu():
     yield "`--fast` on an H200", "trainings", "minutes", "dcd's mazes", "of them on a CPU"
     for name in ("plr", "dr"):
@@ -271,7 +281,7 @@ def gpu():
 
 TABLES = {f.__name__: f for f in (
     readme, methods, length, differences, regret, rates, paired, estimates, optimistic, lacks,
-    speed, gpu)}  # fmt: skip
+    speed, dcd, gpu)}  # fmt: skip
 
 
 def markdown(rows):
