@@ -126,7 +126,7 @@ class Config:
 
 PLAIN = Config(robust=False, num_updates=30_000)  # the student learns in every cycle
 PARALLEL = Config(parallel=True, num_updates=30_000, lr=1e-4, ent_coef=1e-3)
-FAST = Config(  # ten minutes on one core of a CPU
+FAST = Config(  # ten to fifteen minutes on one core of a CPU
     lr=2e-3, anneal_lr=True, num_updates=4_800, update_epochs=2, num_minibatches=2,
     bptt_horizon=64, ent_coef=1e-2, vf_coef=2.0, clip_vloss=False, max_grad_norm=1.5,
     polyak_averaging=True, hidden_size=64, solvable_only=True,

@@ -111,7 +111,7 @@ class Config:
     track: Literal["", "wandb", "trackio"] = ""  # log there, too; WANDB_PROJECT: its name
 
 
-FAST = Config(  # ten minutes on one core of a CPU
+FAST = Config(  # ten to fifteen minutes on one core of a CPU
     lr=2e-3, anneal_lr=True, num_updates=4_700, update_epochs=2, num_minibatches=2,
     bptt_horizon=64, gamma=0.999, vf_coef=2.0, clip_vloss=False, max_grad_norm=1.5,
     polyak_averaging=True, hidden_size=64)  # fmt: skip

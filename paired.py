@@ -125,7 +125,7 @@ class Config:
     track: Literal["", "wandb", "trackio"] = ""  # log there, too; WANDB_PROJECT: its name
 
 
-FAST = Config(  # ten minutes on one core of a CPU
+FAST = Config(  # ten to fifteen minutes on one core of a CPU
     lr=2e-3, anneal_lr=True, num_updates=1_850, update_epochs=2, num_minibatches=2,
     bptt_horizon=64, ent_coef=1e-2, vf_coef=2.0, polyak_averaging=True, hidden_size=64,
     teacher_lr=1e-3, teacher_ent_coef=1e-3, teacher_hidden_size=32, teacher_filters=8)  # fmt: skip

@@ -124,7 +124,7 @@ class Config:
 
 PLAIN = Config(robust=False, num_updates=30_000)  # the student learns in every cycle
 PARALLEL = Config(parallel=True, num_updates=30_000, gae_lambda=0.95, staleness_coef=0.5)
-FAST = Config(  # ten minutes on one core of a CPU
+FAST = Config(  # ten to fifteen minutes on one core of a CPU
     lr=2e-3, anneal_lr=True, num_updates=7_500, update_epochs=2, num_minibatches=2,
     bptt_horizon=64, ent_coef=1e-2, vf_coef=2.0, clip_vloss=False, max_grad_norm=1.5,
     polyak_averaging=True, hidden_size=64, n_walls=90, solvable_only=True,

@@ -125,7 +125,7 @@ class Config:
     track: Literal["", "wandb", "trackio"] = ""  # log there, too; WANDB_PROJECT: its name
 
 
-FAST = Config(  # ten minutes on one core of a CPU
+FAST = Config(  # ten to fifteen minutes on one core of a CPU
     lr=3e-3, num_updates=2_000, num_envs=32, update_epochs=3, gamma=0.999, gae_lambda=0.98,
     clip_eps=0.2, ent_coef=1e-2, vf_coef=2.0, clip_vloss=False, max_grad_norm=1.5,
     polyak_averaging=True, hidden_size=64, n_walls=90, solvable_only=True, num_candidates=2_500,

@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import pictures  # noqa: E402
 from pictures import METHODS, RESULTS, SEARCH, of_seeds  # noqa: E402
-from results import MEANS, TITLES, read, scores  # noqa: E402
+from results import MEANS, PUBLISHED, TITLES, read, scores  # noqa: E402
 
 SPEED = HERE / "figures" / "speed.md"
 PAGES = HERE.parent / "README.md", HERE / "RESULTS.md"
@@ -140,15 +140,17 @@ def unlearned(player):
 
 def methods():
     yield ("method", "seeds", "minutes", "dcd's mazes", "of its seeds", "minimax's paper",
-           "`families`", "hardest tenth", "hardest hundredth")  # fmt: skip
+           "dcd's files", "`families`", "hardest tenth", "hardest hundredth")  # fmt: skip
+    means = (show(x, digits=2) for x in np.mean([*PUBLISHED.values()], axis=0))
+    files = dict(zip(("accel", "plr", "dr"), means))
     for name, title in {**{x: TITLES[x] for x in METHODS}, **UNPUBLISHED}.items():
         rates = of_seeds(name)
         minutes = f"{pictures.minutes(name):.1f}" if name in TITLES else ""
         yield (title, len(rates), minutes, mean(name, "dcd"),
-               f"{rates.min():.2f} to {rates.max():.2f}", MEANS.get(name, ""),
+               f"{rates.min():.2f} to {rates.max():.2f}", MEANS.get(name, ""), files.get(name, ""),
                mean(name, "families"), hardest(name), hardest(name, "worst 1%"))  # fmt: skip
     title, _, *cells, tenth = unlearned("left hand")
-    yield title, "", "", cells[0], "", "", cells[1], tenth, ""
+    yield title, "", "", cells[0], "", "", "", cells[1], tenth, ""
 
 
 def length():
