@@ -362,7 +362,6 @@ def make_train(config, devices=1):
     hopes = config.score == "optimistic_max_mc"
     demand(config.solvable_only or not hopes, config, "solvable_only score", "True with this score")
     blocks = 2 if config.parallel else 1  # of N levels in a rollout: [fresh | replayed]
-    learned = slice(trajectories, 2 * trajectories) if config.parallel else slice(None)
     played = config.num_envs * blocks  # levels of a cycle
     demand(config.buffer_size >= played, config, "buffer_size num_envs", f"at least {played}")
     horizon = config.bptt_horizon or config.num_steps
@@ -652,7 +651,8 @@ def make_train(config, devices=1):
 
         # 5. LEARN
         learns = replay | (not config.robust)
-        data = jax.tree.map(lambda x: x[:, learned], batch), last_value[learned]
+        # of the last N levels, which are replayed if any are
+        data = jax.tree.map(lambda x: x[:, -trajectories:], batch), last_value[-trajectories:]
         inputs = rng_learn, state.student, lr, *data
         student, metrics = jax.lax.cond(learns, learn, partial(skip, learn), *inputs)
 
