@@ -39,7 +39,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -891,10 +891,9 @@ def run(config):
     state = jax.eval_shape(init, 0, table, None)[0]
     jax.eval_shape(update(config.log_interval), 0, table, state)  # raises what make_train demands
     folder, log = open_folder(config)
-    with log, catch_signals() as caught:
+    with log, catch_signals() as caught, ExitStack() as stack:
         last = load_checkpoint(config)  # under the lock
-        cycle, seconds = last.get("cycles", 0), last.get("seconds", 0.0)
-        stopped, shown = 0, {}
+        cycle, seconds, stopped, shown = last.get("cycles", 0), last.get("seconds", 0.0), 0, {}
         log.truncate(min(last.get("log_bytes", 0), os.path.getsize(log.name)))
         write(folder / "config.json", lambda file: file.write(to_json(config).encode()))
         quiet = jax.process_index() > 0
@@ -910,8 +909,8 @@ def run(config):
             state = init(0, table, None)[0]
         compiled = cache(lambda n: update(n).lower(cycle, table, state).compile())
         bar = tqdm(initial=cycle, total=config.num_updates, unit="cycle", disable=quiet)
+        stack.enter_context(bar)
         while cycle < config.num_updates and not stopped:
-            before = cycle
             to_next_line = config.log_interval - cycle % config.log_interval
             cycles = min(to_next_line, config.num_updates - cycle)
             program, started = compiled(cycles), time.monotonic()
@@ -926,7 +925,7 @@ def run(config):
             bar.set_postfix(shown, refresh=False)
             bar.update(cycles)
             ends = stopped or cycle == config.num_updates
-            due = lambda interval: interval and cycle // interval > before // interval
+            due = lambda interval: interval and cycle // interval > (cycle - cycles) // interval
             reached = log, config, rows, state, cycle, seconds
             if due(config.archive_interval):
                 save_checkpoint(folder / f"checkpoint_{cycle}.msgpack", *reached)
@@ -943,7 +942,6 @@ def run(config):
                         image = importlib.import_module(config.track).Image
                         levels = image(f"{folder}/levels/update_{cycle}.png")
                         tracker.log({"levels": levels}, step=cycle)
-        bar.close()
     if not quiet:
         again = f"python {SCRIPT} --resume --out" if stopped else "python evaluate.py"
         print(f"cycle {cycle}, {seconds:.0f} s; next: {again} {folder}", flush=True)
@@ -955,7 +953,7 @@ def run(config):
 def parse(arguments):
     """The Config of a command line: its flags change a preset, or the run to resume."""
     presets = [preset for flag, preset in PRESETS.items() if flag in arguments]
-    arguments = [word for word in arguments if word != "--fast"]
+    arguments = [x for x in arguments if x not in {*PRESETS} - {"--parallel", "--no-robust"}]
     append = (tyro.conf.UseAppendAction,)
     read = partial(tyro.cli, Config, args=arguments, description=__doc__, config=append)
     config = read(default=presets[0] if presets else Config())
@@ -980,7 +978,9 @@ def start_jax(config):
         with suppress(RuntimeError):  # an import has started JAX
             jax.config.update("jax_num_cpu_devices", len(get_cores(0)))
     if config.distributed:
-        jax.distributed.initialize()
+        with suppress(ValueError):
+            jax.distributed.initialize()
+        demand(jax.distributed.is_initialized(), config, "distributed", "False without a cluster")
 
 
 def main():

@@ -238,7 +238,8 @@ def main(monkeypatch, capsys):
                 signal.signal(number, handler)
         said = capsys.readouterr()
         assert "Traceback" not in said.err
-        return status, said.out, (re.findall(rf"{module.SCRIPT}: error: .*", said.err) or [""])[-1]
+        lines = re.findall(rf"(?m)^{module.SCRIPT}: error: .*", said.err)  # not after the bar
+        return status, said.out, (lines or [""])[-1]
 
     return main
 

@@ -227,6 +227,12 @@ def test_what_it_must_be_is_said(main, args, words):
     assert words in line
 
 
+def test_distributed_without_a_cluster(call):
+    status, said, line = call("--distributed")
+    assert (status, said) == (2, "")
+    assert line == "dr.py: error: distributed = True: must be False without a cluster\n"
+
+
 @pytest.mark.parametrize("args", ["--rnn elman", "--num-envs 1.5", "--lr slow", "--shard all",
                                   "--track paper", "--nonsense 1", "--anneal-lr True"])  # fmt: skip
 def test_bad_types(main, args):
