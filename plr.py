@@ -14,7 +14,7 @@ Robust PLR learns from replayed levels only; fresh random levels are only played
 Parallel PLR plays [N fresh | N replayed] levels together in every cycle, and learns from the
 replayed ones. New against dr.py: the buffer, the scores, restarts of the same level, when to learn.
 
-Run        python plr.py --fast       python plr.py --parallel       python plr.py --no-robust
+Run        python plr.py --quick     python plr.py --fast --parallel     python plr.py --no-robust
 From code  run(replace(FAST, seeds=8))    jax.jit(jax.vmap(make_train(Config())))(rngs)
 
 Shapes     T steps, N levels, E trajectories on each level, B = N * E trajectories, M test mazes,
@@ -129,7 +129,10 @@ FAST = Config(  # ten to fifteen minutes on one core of a CPU
     bptt_horizon=64, ent_coef=1e-2, vf_coef=2.0, clip_vloss=False, max_grad_norm=1.5,
     polyak_averaging=True, hidden_size=64, n_walls=90, solvable_only=True,
     temperature=1.0)  # fmt: skip
-PRESETS = {"--fast": FAST, "--parallel": PARALLEL, "--no-robust": PLAIN}  # flag: its preset
+QUICK = replace(  # two to three minutes
+    FAST, score="optimistic_max_mc", lr=6e-3, num_envs=16, num_updates=3_250)  # fmt: skip
+PRESETS = {  # flag: its preset
+    "--quick": QUICK, "--fast": FAST, "--parallel": PARALLEL, "--no-robust": PLAIN}  # fmt: skip
 
 
 class Transition(NamedTuple):

@@ -48,6 +48,7 @@ FAST |= {f"plr_{n}": f"{QUICK} {n}" for n in (1650, 3300)}
 for name in ("plr", "accel"):
     FAST[f"{name}_optimistic"] = f"{FAST[name]} --score optimistic_max_mc"
     FAST[f"{name}_oracle"] = f"{FAST[name]} --score oracle_regret"
+FAST["plr_quick"] = f"plr.py --quick {RATES}"
 FAST["plr_1650_optimistic"] = f"{FAST['plr_optimistic']} --lr 6e-3 --num-updates 1650"
 METHODS = {  # name: script and options; for S5 the published ones
     "accel": "accel.py",
@@ -70,7 +71,8 @@ LOGGED = (  # columns of logs.csv that results/ keeps
 )
 SEEDS = dict.fromkeys(["accel", "plr", "plr_optimistic", "plr_1650_optimistic"], 16)  # others: 8
 SUITES = "dcd", "families"
-TITLES = {"accel": "ACCEL", "plr": "robust PLR", "sfl": "SFL", "dr": "DR", "paired": "PAIRED"}
+TITLES = {"accel": "ACCEL", "plr": "robust PLR", "sfl": "SFL", "dr": "DR", "paired": "PAIRED",
+          "plr_quick": "plr.py --quick"}  # fmt: skip
 MEANS = {"accel": 0.83, "plr": 0.82, "dr": 0.55, "paired": 0.63}  # minimax's paper, 30,000 updates
 PUBLISHED = {  # solve rates in dcd's own result files, 5 seeds: ACCEL, robust PLR, DR
     "SixteenRooms": (1.00, 0.95, 0.87), "SixteenRooms2": (0.93, 0.49, 0.53),
@@ -188,8 +190,9 @@ def compare(folders):
 @matplotlib.style.context("default")
 def plot(folders, path):
     """Draw a panel for each method (seeds, their mean, a published mean) and one of all means."""
-    figure = Figure(figsize=(8, 5.4), layout="constrained")
-    panels = figure.subplots(2, 3, sharex=True, sharey=True).ravel()
+    figure = Figure(figsize=(9, 4.8), layout="constrained")
+    panels = figure.subplots(2, 4, sharex=True, sharey=True).ravel()
+    *panels, together, last = panels
     for i, ((name, folder), axes) in enumerate(zip(folders.items(), panels)):
         table = read(folder / "curve.csv")
         seeds = [key for key in table[0] if key.startswith("seed")]
@@ -197,7 +200,7 @@ def plot(folders, path):
         minutes, rates = column("minutes"), np.stack([column(key) for key in seeds], 1)
         mean, title = rates.mean(1), f"{TITLES.get(name, name)}, {len(seeds)} seeds"
         axes.plot(minutes, rates, color=f"C{i}", lw=0.6, alpha=0.5)
-        for where in (axes, panels[-1]):
+        for where in (axes, together):
             where.plot(minutes, mean, color=f"C{i}", lw=2, label=TITLES.get(name, name))
         if name in MEANS:
             axes.axhline(MEANS[name], color="0.3", ls="--", lw=1)
@@ -211,17 +214,16 @@ def plot(folders, path):
                 color="0.3",
             )
         axes.set_title(title, fontsize=10)
-    for axes in panels[len(folders) : -1]:
+    for axes in (*panels[len(folders) :], last):
         axes.set_visible(False)
-    panels[-1].set_title("their means", fontsize=10)
+    together.set_title("their means", fontsize=10)
     table = read(HERE / "results" / "baselines.csv")
     [unlearned] = [row for row in table if (row["suite"], row["maze"]) == ("dcd", "mean")]
     for player, style in {"left hand": ":", "right hand": "--"}.items():
         rate = float(unlearned[player])
-        label = f"{player} on wall"
-        panels[-1].axhline(rate, color="0.3", ls=style, lw=1, label=label)
-    panels[-1].legend(fontsize=6.5, loc="lower right", ncols=2)
-    for axes in panels:
+        together.axhline(rate, color="0.3", ls=style, lw=1, label=f"{player} on the wall")
+    figure.legend(*together.get_legend_handles_labels(), loc=(0.78, 0.15), frameon=False)
+    for axes in (*panels, together):
         axes.set(ylim=(0, 1.02))
         axes.grid(alpha=0.3)
     figure.supxlabel("minutes of one CPU core for each training", fontsize=10)
@@ -314,7 +316,7 @@ def evaluate(options):
         unit = seconds_of_an_update(options.out / f"{name}_unit")
         write(into / "curve.csv", list(curve(run, unit)))
         record(name, options, said["sampled"])
-    folders = {name: options.results / name for name in METHODS}
+    folders = {name: options.results / name for name in ("plr_quick", *METHODS)}
     folders = {name: x for name, x in folders.items() if (x / "curve.csv").exists()}
     if folders:
         (options.results / "mazes.md").write_text("\n".join(compare(folders)) + "\n")
