@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 sys.path.insert(0, str(HERE.parent))
 import evaluate  # noqa: E402
-from results import TITLES, read, scores  # noqa: E402
+from results import TITLES, UPDATE, read, scores  # noqa: E402
 
 RESULTS, SEARCH = HERE / "results", HERE / "search"
 METHODS = "accel", "sfl", "plr", "dr", "paired"
@@ -81,9 +81,10 @@ def worst(name, share="worst 10%"):
 
 
 def minutes(name):
-    """Minutes of one core for a training, from the method's last row in records.csv."""
+    """Minutes of one core for a training: its published updates in the method's last row of
+    records.csv, as cores are not always equally fast."""
     rows = [row for row in read(RESULTS / "records.csv") if row["method"] == name]
-    return float(rows[-1]["minutes"])
+    return float(rows[-1]["published updates"]) * UPDATE
 
 
 def new(height, rows=1, columns=1, **options):
@@ -238,13 +239,13 @@ def draw_length():
                       label=title)  # fmt: skip
     value, low, high = np.array([worst(name).mean(0) for name in names]).T
     axis.plot(at, value, "s--", color="C2", lw=2, label="the hardest tenth of random levels")
-    short = "plr_1650_optimistic"
+    short = "plr_quick"
     best = [*(of_seeds(short, suite).mean() for suite in SUITES), worst(short)[:, 0].mean()]
     for i, value in enumerate(best):
-        label = None if i else "optimistic, learning rate 6e-3"
+        label = None if i else "plr.py --quick"
         x = minutes(short) + 0.2 * (i - 1)
         axis.plot(x, value, "*", color=f"C{i}", ms=14, mec="k", label=label)
-    axis.set(ylim=(0.4, 1.01), xlim=(0, 11.5), xticks=[0, *at])
+    axis.set(ylim=(0.4, 1.01), xlim=(0, 12), xticks=[0, *at])
     axis.set_xticklabels(["0", *(f"{x:.1f}" for x in at)])
     axis.set_xlabel("minutes of one CPU core (PLR: 1,650, 3,300, 7,500 cycles)", fontsize=11)
     axis.set_ylabel("solve rate", fontsize=11)

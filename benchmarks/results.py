@@ -14,7 +14,8 @@ finished method in `records.csv`, and `play.html`, where the first training of e
 evaluated run plays.
 
 Costs are in minutes of one core and in published PPO updates. One such update is that of `dr.py`
-with its defaults, timed just before each method on as many cores. `--changed` goes to records.csv.
+with its defaults, timed just before each method on as many cores. Pages and pictures show the
+latter, as minutes of UPDATE. `--changed` goes to records.csv.
 """
 
 import argparse
@@ -73,6 +74,7 @@ SEEDS = dict.fromkeys(["accel", "plr", "plr_optimistic", "plr_1650_optimistic"],
 SUITES = "dcd", "families"
 TITLES = {"accel": "ACCEL", "plr": "robust PLR", "sfl": "SFL", "dr": "DR", "paired": "PAIRED",
           "plr_quick": "plr.py --quick"}  # fmt: skip
+UPDATE = 1.675 / 60  # minutes of a published update when most methods were timed
 MEANS = {"accel": 0.83, "plr": 0.82, "dr": 0.55, "paired": 0.63}  # minimax's paper, 30,000 updates
 PUBLISHED = {  # solve rates in dcd's own result files, 5 seeds: ACCEL, robust PLR, DR
     "SixteenRooms": (1.00, 0.95, 0.87), "SixteenRooms2": (0.93, 0.49, 0.53),
@@ -197,7 +199,7 @@ def plot(folders, path):
         table = read(folder / "curve.csv")
         seeds = [key for key in table[0] if key.startswith("seed")]
         column = lambda key: np.array([float(row[key]) for row in table])
-        minutes, rates = column("minutes"), np.stack([column(key) for key in seeds], 1)
+        minutes, rates = column("published_updates") * UPDATE, np.stack([column(key) for key in seeds], 1)
         mean, title = rates.mean(1), f"{TITLES.get(name, name)}, {len(seeds)} seeds"
         axes.plot(minutes, rates, color=f"C{i}", lw=0.6, alpha=0.5)
         for where in (axes, together):

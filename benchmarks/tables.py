@@ -124,10 +124,11 @@ def training_minutes(folder, name):
 
 def readme():
     yield "method", "minutes", "dcd's mazes", "`families`", "hardest tenth of random levels"
-    for name in (*METHODS, "plr_optimistic"):
-        title = {**TITLES, "plr_optimistic": "robust PLR, `--score optimistic_max_mc`"}[name]
+    titles = TITLES | {"plr_optimistic": "robust PLR, `--score optimistic_max_mc`",
+                       "plr_quick": "the same, `plr.py --quick`"}  # fmt: skip
+    for name in (*METHODS, "plr_optimistic", "plr_quick"):
         minutes = f"{pictures.minutes(name):.0f}" if name in TITLES else ""
-        yield title, minutes, mean(name, "dcd"), mean(name, "families"), hardest(name)
+        yield titles[name], minutes, mean(name, "dcd"), mean(name, "families"), hardest(name)
     yield unlearned("left hand")
 
 
@@ -157,10 +158,33 @@ def length():
     yield "cycles", "minutes", "score", "seeds", "dcd's mazes", "`families`", "hardest tenth"
     for end, score in {"": "`max_mc`", "_optimistic": "optimistic"}.items():
         for name, cycles in pictures.LENGTHS.items():
-            run, faster = name + end, name == "plr_1650" and end
-            yield (f"{cycles:,}", f"{pictures.minutes(name):.1f}",
-                   score + ", `--lr 6e-3`" * bool(faster), len(of_seeds(run)), mean(run, "dcd"),
-                   mean(run, "families"), hardest(run))  # fmt: skip
+            quick = name == "plr_1650" and end
+            run, title = ("plr_quick", "`--quick`: 3,250") if quick else (name + end, f"{cycles:,}")
+            yield (title, f"{pictures.minutes(run if quick else name):.1f}", score, len(of_seeds(run)),
+                   mean(run, "dcd"), mean(run, "families"), hardest(run))  # fmt: skip
+
+
+QUICK = {  # a setting in quick.csv: what it changes; with 16 levels a rollout, then with 32
+    "envs16": "as it is: 16 levels in a rollout", "envs16_replay8": "`--replay-prob 0.8`",
+    "envs8": "8 levels in a rollout", "lr6": "32 levels in a rollout",
+    "lr4": "32 levels, `--lr 4e-3`", "ent5": "32 levels, `--ent-coef 5e-3`",
+    "replay8": "32 levels, `--replay-prob 0.8`", "plain": "32 levels, `--no-robust`"}  # fmt: skip
+
+
+def quick():
+    yield "`--quick`", "seeds", "`families`", "hardest tenth", "`families`: minus as it is"
+    rows = read(SEARCH / "quick.csv")
+    rates = lambda name, x: np.array([float(y[x]) for y in rows if y["changed"] == name])
+    chosen = rates("envs16", "families")
+    for name, title in QUICK.items():
+        found = rates(name, "families")
+        less = signed(*pictures.gain(found, chosen)) if name != "envs16" else ""
+        yield (title, len(found), show(found.mean()), show(rates(name, "hardest_tenth").mean()),
+               less)  # fmt: skip
+    before = "plr_1650_optimistic"
+    found = of_seeds(before, "families")
+    yield ("32 levels, other seeds", len(found), show(found.mean()), hardest(before),
+           signed(*pictures.gain(found, chosen)))  # fmt: skip
 
 
 def differences():
@@ -282,7 +306,7 @@ def gpu():
 
 
 TABLES = {f.__name__: f for f in (
-    readme, methods, length, differences, regret, rates, paired, estimates, optimistic, lacks,
+    readme, methods, length, quick, differences, regret, rates, paired, estimates, optimistic, lacks,
     speed, dcd, gpu)}  # fmt: skip
 
 
