@@ -199,7 +199,8 @@ def plot(folders, path):
         table = read(folder / "curve.csv")
         seeds = [key for key in table[0] if key.startswith("seed")]
         column = lambda key: np.array([float(row[key]) for row in table])
-        minutes, rates = column("published_updates") * UPDATE, np.stack([column(key) for key in seeds], 1)
+        minutes = column("published_updates") * UPDATE
+        rates = np.stack([column(key) for key in seeds], 1)
         mean, title = rates.mean(1), f"{TITLES.get(name, name)}, {len(seeds)} seeds"
         axes.plot(minutes, rates, color=f"C{i}", lw=0.6, alpha=0.5)
         for where in (axes, together):

@@ -160,8 +160,9 @@ def length():
         for name, cycles in pictures.LENGTHS.items():
             quick = name == "plr_1650" and end
             run, title = ("plr_quick", "`--quick`: 3,250") if quick else (name + end, f"{cycles:,}")
-            yield (title, f"{pictures.minutes(run if quick else name):.1f}", score, len(of_seeds(run)),
-                   mean(run, "dcd"), mean(run, "families"), hardest(run))  # fmt: skip
+            spent = pictures.minutes(run if quick else name)
+            yield (title, f"{spent:.1f}", score, len(of_seeds(run)), mean(run, "dcd"),
+                   mean(run, "families"), hardest(run))  # fmt: skip
 
 
 QUICK = {  # a setting in quick.csv: what it changes; with 16 levels a rollout, then with 32
@@ -306,8 +307,8 @@ def gpu():
 
 
 TABLES = {f.__name__: f for f in (
-    readme, methods, length, quick, differences, regret, rates, paired, estimates, optimistic, lacks,
-    speed, dcd, gpu)}  # fmt: skip
+    readme, methods, length, quick, differences, regret, rates, paired, estimates, optimistic,
+    lacks, speed, dcd, gpu)}  # fmt: skip
 
 
 def markdown(rows):
