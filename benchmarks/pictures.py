@@ -165,7 +165,7 @@ def over_training(name, column):
 
 
 def draw_approximations():
-    """Of logs with the columns of examples/rank_correlation.diff."""
+    """Of logs with the columns of examples/scores.py."""
     figure, panels = new(1.4 + 2 * len(APPROXIMATED), len(APPROXIMATED), sharex=True, sharey=True)
     for axis, (title, name) in zip(panels, APPROXIMATED.items()):
         for i, (score, label) in enumerate(SCORES.items()):
