@@ -319,8 +319,8 @@ def longest_solved(script, rnn, equal, least=0.9):
 
 
 def draw_memory():
-    figure, panels = new(6.4, 2, 2, sharex=True, sharey=True)
-    columns = [(x, y) for x in ("dr.py", "plr.py") for y in ("updates", "minutes")]
+    figure, panels = new(3.6, 1, 2, sharex=True, sharey=True)
+    columns = [("dr.py", y) for y in ("updates", "minutes")]
     for axis, (script, equal) in zip(panels, columns):
         for i, (rnn, label) in enumerate(CORES.items()):
             lengths, rates = of_corridors(script, rnn, equal)
@@ -332,7 +332,7 @@ def draw_memory():
         axis.axhline(0.5, color="0.5", ls="--", lw=1.5, label="chance at the fork")
         axis.axvspan(1, LONGEST_TRAINED, color="0.9", zorder=0, label="trained on")
         axis.set_xscale("log")
-        axis.set(ylim=(-0.03, 1.05), xticks=(1, 3, 7, 15, 31, 63, 127, 255))
+        axis.set(ylim=(-0.03, 1.05), xticks=(1, 3, 7, 15, 31, 63, 255))
         axis.set_xticklabels(axis.get_xticks())
         axis.minorticks_off()
         axis.set_title(f"{TITLES[script[:-3]]}, equal {equal}".replace("robust ", ""), fontsize=12)
@@ -354,6 +354,7 @@ PICTURES = {  # name: the function that draws it, the files that it reads
     "length": (draw_length, (*TABLES, "results/plr*/tables.txt", "results/records.csv")),
     "mazes": (draw_mazes, (*TABLES, "results/baselines.csv")),
     "averaging": (draw_averaging, (*TABLES, "search/last_parameters.csv")),
+    "memory": (draw_memory, ("search/memory.csv",)),
     "other": (draw_other, tuple(f"figures/{x}.csv" for x in ("navix", "cartpole", "craftax"))),
 }
 

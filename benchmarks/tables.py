@@ -278,6 +278,21 @@ def lacks():
         yield title, 6, *means, rows[divisor, "sampled"]["worst 1%"]
 
 
+def memory():
+    shown = 7, 31, 255
+    yield ("core", "seeds", "minutes", *(f"{x} cells" for x in shown),
+           "longest corridor that each seed solves")  # fmt: skip
+    kinds = [("updates", x) for x in pictures.CORES] + [("minutes", x) for x in ("lstm", "gru")]
+    for equal, core in kinds:
+        rows = [x for x in read(SEARCH / "memory.csv") if (x["equal"], x["rnn"]) == (equal, core)]
+        lengths, rates = pictures.of_corridors("dr.py", core, equal)
+        longest = sorted(pictures.longest_solved("dr.py", core, equal))
+        title = pictures.CORES[core] + (", in the minutes of S5" if equal == "minutes" else "")
+        yield (title, len(rates), f"{float(rows[0]['cpu_seconds']) / 60:.1f}",
+               *(show(*pictures.interval(rates[:, lengths.index(x)])) for x in shown),
+               ", ".join(map(str, longest)))  # fmt: skip
+
+
 def speed():
     yield "time of an update, this project = 1", "DR", "PLR, a replay cycle", "PAIRED"
     programs = "dr", "plr replay cycle"
@@ -308,7 +323,7 @@ def gpu():
 
 TABLES = {f.__name__: f for f in (
     readme, methods, length, quick, differences, regret, rates, paired, estimates, optimistic,
-    lacks, speed, dcd, gpu)}  # fmt: skip
+    lacks, memory, speed, dcd, gpu)}  # fmt: skip
 
 
 def markdown(rows):

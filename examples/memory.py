@@ -6,9 +6,11 @@ one 0; both end the episode. Observations (7 x 7 cells, not through walls), dyna
 those of the `minigrid` package's MemoryEnv, byte for byte. Its MemoryS13 is length = 7, middle = 6.
 
     cp examples/memory.py memory_levels.py
-    patch -o memory_plr.py plr.py examples/memory.diff    # also dr.py, accel.py, sfl.py
-    python memory_plr.py --rnn lstm --hidden-size 64 --out runs/memory
-    python evaluate.py runs/memory --gif Corridor31
+    patch -o memory_dr.py dr.py examples/memory.diff    # also plr.py, accel.py, sfl.py
+    python memory_dr.py --rnn gru --fast --no-anneal-lr --num-updates 800 --num-envs 64 \\
+        --num-steps 48 --bptt-horizon 0 --max-steps 100 --update-epochs 4 --ent-coef 0.02 \\
+        --gamma 0.99 --gae-lambda 0.95 --eval-suite Corridor7,Corridor31 --out runs/memory
+    python evaluate.py runs/memory --suite corridors --gif Corridor31
     python evaluate.py runs/memory --suite minigrid
 
 The agent starts somewhere in the room or in the corridor and looks towards the fork, so in most

@@ -71,7 +71,7 @@ def script(tmp):
 
     def script(environment, name):
         copy, patch, _ = commands(environment, of_paired=name == "paired")
-        patch = [re.sub(r"(?<![a-z])(plr|accel)(?=\.py)", name, x) for x in patch]
+        patch = [re.sub(r"(?<![a-z])(dr|plr|accel)(?=\.py)", name, x) for x in patch]
         if not (tmp / patch[2]).exists():
             for words in copy, patch:
                 there = [str(ROOT / x) if (ROOT / x).is_file() else x for x in words]
