@@ -306,7 +306,7 @@ def of_corridors(script, rnn, equal):
     """Lengths of corridors [L] and solve rates [S, L] after equal `updates` or `minutes`."""
     table = [row for row in read(SEARCH / "memory.csv")
              if (row["script"], row["rnn"], row["equal"]) == (script, rnn, equal)]  # fmt: skip
-    names = [x for x in table[0] if x.startswith("Corridor")] if table else []
+    names = [x for x in table[0] if x.startswith("Corridor")]
     rates = np.array([[float(row[x]) for x in names] for row in table])
     return [int(x.removeprefix("Corridor")) for x in names], rates
 
@@ -326,8 +326,7 @@ def draw_memory():
             lengths, rates = of_corridors(script, rnn, equal)
             for seed in rates:
                 axis.plot(lengths, seed, color=f"C{i}", lw=0.7, alpha=0.35)
-            if len(rates):
-                axis.plot(lengths, rates.mean(0), "o-", color=f"C{i}", lw=2.2, ms=4, label=label)
+            axis.plot(lengths, rates.mean(0), "o-", color=f"C{i}", lw=2.2, ms=4, label=label)
         axis.axhline(1, color="k", ls=":", lw=1.5, label="optimum")
         axis.axhline(0.5, color="0.5", ls="--", lw=1.5, label="chance at the fork")
         axis.axvspan(1, LONGEST_TRAINED, color="0.9", zorder=0, label="trained on")
