@@ -516,10 +516,9 @@ def make_rows(config):
         name, _, text = sweep.partition("=")
         is_new = name in FLOATS and name not in grid
         demand(is_new, config, "sweep", f"NAME=VALUES, each NAME once: {', '.join(FLOATS)}")
-        try:
+        with suppress(ValueError):
             grid[name] = read_values(text)
-        except ValueError:
-            demand(False, config, "sweep", f"{name}=0.1,0.2 or {name}=log:0.01:0.1:8")
+        demand(grid.get(name), config, "sweep", f"{name}=0.1,0.2 or {name}=log:0.01:0.1:8")
     points = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
     for point in points:
         check(replace(config, **point))

@@ -460,6 +460,8 @@ def read_run(path, scripts=()):
     script = choose_script(stored["script"], scripts)
     module = import_script(script)
     settings = {k: x for k, x in stored.items() if k != "script" and not k.startswith("jax_")}
+    if gone := [name for name in settings if not hasattr(module.Config, name)]:
+        raise BadConfig(f"{script} has no {', '.join(gone)}: must be the script that made the run")
     return data, stored, script, module, module.Config(**settings)
 
 
@@ -794,8 +796,8 @@ def evaluate(args):
     """Do what the arguments ask for; return a line for each run that could not be loaded."""
     least = dict(levels=1, max_steps=1, episodes=0, batch_size=0, seed=0, trainings=0, points=0)
     for name, low in least.items():
-        if getattr(args, name) < low:
-            raise BadConfig(f"{name} = {getattr(args, name)}: must be at least {low}")
+        if not low <= getattr(args, name) <= 1e9:
+            raise BadConfig(f"{name} = {getattr(args, name)}: must be from {low} to {1e9:g}")
     if len(args.runs) == 0 and not args.show_levels:
         raise BadConfig("runs: must be folders of runs or checkpoint files")
     kind = jax.config.jax_default_prng_impl

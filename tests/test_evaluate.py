@@ -680,6 +680,13 @@ def test_a_script_that_made_no_run_is_refused(run, tmp_path, capsys, monkeypatch
     assert call(capsys, monkeypatch, run, *args)[0] == 0
 
 
+def test_a_script_that_lacks_a_field_of_the_run(run, capsys, monkeypatch):
+    change_config(run, twist=1.0)
+    status, _, errors = call(capsys, monkeypatch, run)
+    assert (status, len(errors)) == (2, 1)
+    assert errors[0].endswith("dr.py has no twist: must be the script that made the run")
+
+
 def test_each_run_finds_its_own_script(tmp_path):
     """By the name in config.json; a renamed script is found if --script is given once."""
     choose = evaluate.choose_script
@@ -826,9 +833,10 @@ BAD = {
     "--mazes Labyrinth,Labyrint": "mazes = Labyrint: must be of SixteenRooms",
     "--suite dcdd": "suite = dcdd: must be of minimax, jaxued, dcd",
     "--agent antagonist": "agent = antagonist: must be of all, protagonist, student",
-    "--episodes -1": "episodes = -1: must be at least 0",
-    "--batch-size -1": "batch_size = -1: must be at least 0",
-    "--levels 0": "levels = 0: must be at least 1",
+    "--episodes -1": "episodes = -1: must be from 0 to 1e+09",
+    "--batch-size -1": "batch_size = -1: must be from 0 to 1e+09",
+    "--seed 5000000000": "seed = 5000000000: must be from 0 to 1e+09",
+    "--levels 0": "levels = 0: must be from 1 to 1e+09",
     "--mazes MiniMaze --out bad.txt": "File exists: 'bad.txt'",
     "--mazes MiniMaze --gif Labyrinth": "gif = Labyrinth: must be of MiniMaze",
     "--maze-file nowhere.txt": "No such file or directory: 'nowhere.txt'",

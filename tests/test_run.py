@@ -196,7 +196,7 @@ def test_a_training(tmp, train):
     "eval_episodes 0", "eval_interval -1", "log_interval 0", "checkpoint_interval 0",
     "archive_interval -1", "plot_interval -1", "bptt_horizon 5", "devices -1", "devices 1000",
     "sweep num_envs=16,32", "sweep lr=fast", "sweep lr=", "sweep lr=log:1e-4:1e-2",
-    "sweep lr=log:0:1:3", "sweep lr=log:1e-4:1e-2:-1",
+    "sweep lr=log:0:1:3", "sweep lr=log:1e-4:1e-2:-1", "sweep lr=log:1e-4:1e-2:0",
 ])  # fmt: skip
 def test_bad_values(main, tmp_path, args):
     """One line before anything is compiled or written: field, value, what it must be."""
