@@ -105,7 +105,7 @@ def forest(axis, labels, series, seeds=None):
         for y, x in zip(at, seeds[name] if seeds else ()):
             axis.plot(x, np.full(len(x), y), ".", color=f"C{i}", ms=4, alpha=0.4)
         axis.hlines(at, low, high, color=f"C{i}", lw=2.5)
-        axis.plot(value, at, "os"[i], color=f"C{i}", ms=7, label=name)
+        axis.plot(value, at, "osD"[i], color=f"C{i}", ms=7, label=name)
     axis.axvline(0, color="0.3", lw=1)
     axis.set(yticks=range(len(labels)), ylim=(len(labels) - 0.4, -0.6))
     axis.set_yticklabels(labels, fontsize=11)
@@ -342,6 +342,34 @@ def draw_memory():
     return figure
 
 
+SHARDED = {"dcd": SUITES["dcd"], "families": SUITES["families"],
+           "hardest_hundredth": "hardest hundredth\nof random levels"}  # fmt: skip
+
+
+def sharded(column):
+    """{kind: solve rates [S]} of a column of search/sharded.csv; one buffer is the first kind."""
+    kinds = {}
+    for row in read(SEARCH / "sharded.csv"):
+        number = int(row["num_buffers"])
+        kind = f"{number} of {4000 // number:,} levels"
+        kind += ", advantages\nnormalised over all" * (row["normalised_by"] == "all")
+        kinds.setdefault(kind, []).append(float(row[column]))
+    return {kind: np.array(rates) for kind, rates in kinds.items()}
+
+
+def draw_sharded():
+    figure, [axis] = new(4.6)
+    series = {}
+    for column, title in SHARDED.items():
+        (_, one), *others = sharded(column).items()
+        series[title] = [gain(x, one) for _, x in others]
+    forest(axis, [kind for kind, _ in others], series)
+    label = "solve rate - that with one buffer of 4,000\nlevels (95% interval; 0: no difference)"
+    axis.set_xlabel(label, fontsize=11)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=11)
+    return figure
+
+
 TABLES = "results/*/dcd.csv", "results/*/families.csv"
 PICTURES = {  # name: the function that draws it, the files that it reads
     "differences": (draw_differences, TABLES),
@@ -354,6 +382,7 @@ PICTURES = {  # name: the function that draws it, the files that it reads
     "mazes": (draw_mazes, (*TABLES, "results/baselines.csv")),
     "averaging": (draw_averaging, (*TABLES, "search/last_parameters.csv")),
     "memory": (draw_memory, ("search/memory.csv",)),
+    "sharded": (draw_sharded, ("search/sharded.csv",)),
     "other": (draw_other, tuple(f"figures/{x}.csv" for x in ("navix", "cartpole", "craftax"))),
 }
 

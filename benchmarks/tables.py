@@ -293,6 +293,18 @@ def memory():
                ", ".join(map(str, longest)))  # fmt: skip
 
 
+def sharded():
+    yield ("buffers", "seeds", "dcd's mazes", "`families`", "hardest hundredth",
+           "hardest hundredth: minus one buffer", "entropy at the end")  # fmt: skip
+    columns = [pictures.sharded(x) for x in pictures.SHARDED]
+    entropy, [one, *_] = pictures.sharded("entropy"), columns[-1].values()
+    for kind, found in columns[-1].items():
+        less = signed(*pictures.gain(found, one)) if found is not one else ""
+        yield (kind.replace("\n", " "), len(found),
+               *(show(*pictures.interval(x[kind])) for x in columns), less,
+               show(entropy[kind].mean(), digits=2))  # fmt: skip
+
+
 def speed():
     yield "time of an update, this project = 1", "DR", "PLR, a replay cycle", "PAIRED"
     programs = "dr", "plr replay cycle"
@@ -323,7 +335,7 @@ def gpu():
 
 TABLES = {f.__name__: f for f in (
     readme, methods, length, quick, differences, regret, rates, paired, estimates, optimistic,
-    lacks, memory, speed, dcd, gpu)}  # fmt: skip
+    lacks, memory, sharded, speed, dcd, gpu)}  # fmt: skip
 
 
 def markdown(rows):
