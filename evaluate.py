@@ -460,7 +460,7 @@ def read_run(path, scripts=()):
     script = choose_script(stored["script"], scripts)
     module = import_script(script)
     settings = {k: x for k, x in stored.items() if k != "script" and not k.startswith("jax_")}
-    if gone := [name for name in settings if not hasattr(module.Config, name)]:
+    if gone := [name for name in settings if name not in module.Config.__dataclass_fields__]:
         raise BadConfig(f"{script} has no {', '.join(gone)}: must be the script that made the run")
     return data, stored, script, module, module.Config(**settings)
 
