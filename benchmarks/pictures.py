@@ -299,6 +299,8 @@ def draw_other():
 
 
 CORES = {"lstm": "LSTM", "gru": "GRU", "s5": "S5", "none": "no memory"}
+MEMORY = {"dr.py": "DR", "plr.py": "robust PLR", "plr.py --no-robust": "plain PLR",
+          "plr.py --score optimistic_max_mc": "PLR, optimistic"}  # fmt: skip
 LONGEST_TRAINED = 7  # cells of the longest corridor in search/memory.csv's trainings
 
 
@@ -319,9 +321,9 @@ def longest_solved(script, rnn, equal, least=0.9):
 
 
 def draw_memory():
-    figure, panels = new(3.6, 1, 2, sharex=True, sharey=True)
-    columns = [("dr.py", y) for y in ("updates", "minutes")]
-    for axis, (script, equal) in zip(panels, columns):
+    figure, panels = new(6.2, 2, 2, sharex=True, sharey=True)
+    kinds = [(x, y) for x in ("dr.py", "plr.py") for y in ("updates", "minutes")]
+    for axis, (script, equal) in zip(panels, kinds):
         for i, (rnn, label) in enumerate(CORES.items()):
             lengths, rates = of_corridors(script, rnn, equal)
             for seed in rates:
@@ -334,7 +336,7 @@ def draw_memory():
         axis.set(ylim=(-0.03, 1.05), xticks=(1, 3, 7, 15, 31, 63, 255))
         axis.set_xticklabels(axis.get_xticks())
         axis.minorticks_off()
-        axis.set_title(f"{TITLES[script[:-3]]}, equal {equal}".replace("robust ", ""), fontsize=12)
+        axis.set_title(f"{MEMORY[script]}, equal {equal}", fontsize=12)
     figure.supxlabel("cells of the corridor", fontsize=11)
     figure.supylabel("solve rate", fontsize=11)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3,

@@ -280,15 +280,17 @@ def lacks():
 
 def memory():
     shown = 7, 31, 255
-    yield ("core", "seeds", "minutes", *(f"{x} cells" for x in shown),
+    yield ("trained by", "core", "seeds", "minutes", *(f"{x} cells" for x in shown),
            "longest corridor that each seed solves")  # fmt: skip
-    kinds = [("updates", x) for x in pictures.CORES] + [("minutes", x) for x in ("lstm", "gru")]
-    for equal, core in kinds:
-        rows = [x for x in read(SEARCH / "memory.csv") if (x["equal"], x["rnn"]) == (equal, core)]
-        lengths, rates = pictures.of_corridors("dr.py", core, equal)
-        longest = sorted(pictures.longest_solved("dr.py", core, equal))
+    kinds = {(x["script"], x["equal"], x["rnn"]): x for x in read(SEARCH / "memory.csv")}
+    for (script, equal, core), row in kinds.items():
+        if equal == "minutes" and (script != "dr.py" or core in ("s5", "none")):
+            continue  # S5's updates and minutes are those that the others' are equal to
+        lengths, rates = pictures.of_corridors(script, core, equal)
+        longest = sorted(pictures.longest_solved(script, core, equal))
         title = pictures.CORES[core] + (", in the minutes of S5" if equal == "minutes" else "")
-        yield (title, len(rates), f"{float(rows[0]['cpu_seconds']) / 60:.1f}",
+        yield (pictures.MEMORY[script], title, len(rates),
+               f"{float(row['cpu_seconds']) / 60:.1f}",
                *(show(*pictures.interval(rates[:, lengths.index(x)])) for x in shown),
                ", ".join(map(str, longest)))  # fmt: skip
 
