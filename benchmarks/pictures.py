@@ -372,6 +372,92 @@ def draw_sharded():
     return figure
 
 
+BATCHED = {"plr.py": "robust PLR", "dr.py": "DR"}
+REACHED = 0.6  # of the random levels that a training draws
+CARDS = {  # milliseconds of a cycle with so many levels (results/gpu), of seeds with 32 levels each
+    "plr.py": {"an H100": {32: (30.43 + 23.47) / 2, 256: (46.14 + 35.86) / 2,
+                           1024: (61.2 + 40.2) / 2}},
+    "dr.py": {"an H100": {32: 23.51, 256: 27.14, 1024: 37.63},
+              "an H200, 32 trainings": {32: 22.07, 256: 111.6}}}  # fmt: skip
+
+
+def batched(file, script, scaled):
+    """{levels a cycle: rows} of a table, at the first learning rate, or scaled by the root."""
+    found = {}
+    for row in read(SEARCH / file):
+        number, is_first = int(row["num_envs"]), float(row["lr"]) == 2e-3
+        if row["script"] == script and (number == 32 or is_first != scaled):
+            found.setdefault(number, []).append(row)
+    return dict(sorted(found.items()))
+
+
+def of_batches(script, scaled, column):
+    """{levels a cycle: values [S]} of a column of search/batch.csv."""
+    found = batched("batch.csv", script, scaled)
+    return {n: np.array([float(row[column]) for row in rows]) for n, rows in found.items()}
+
+
+def steps_to_reach(script, scaled, rate=REACHED):
+    """{levels a cycle: millions of steps} after which the mean over seeds first solves `rate` of
+    the random levels that a training draws; NaN if it never does."""
+    found = {}
+    for number, rows in batched("batch_curves.csv", script, scaled).items():
+        curves, at = {}, np.arange(0, 14, 0.01)
+        for row in rows:
+            point = float(row["env_steps"]) / 1e6, float(row["solve_rate"])
+            curves.setdefault(row["seed"], []).append(point)
+        mean = np.mean([np.interp(at, *zip(*x), left=0) for x in curves.values()], axis=0)
+        found[number] = at[(mean >= rate).argmax()] if mean.max() >= rate else np.nan
+    return found
+
+
+def time_to_reach(script, scaled=True):
+    """Time until REACHED, relative to 32 levels: {machine: {levels: ratio}}. The time of a cycle
+    on a GPU is interpolated between the sizes that were measured."""
+    steps = steps_to_reach(script, scaled)
+    core = {n: x.mean() for n, x in of_batches(script, scaled, "cpu_seconds").items()}
+    costs = {"one core": core}
+    for card, measured in CARDS[script].items():
+        size, ms = np.log([*measured.items()]).T
+        at = [n for n in steps if n <= max(measured)]
+        costs[card] = {n: np.exp(np.interp(np.log(n), size, ms)) / n for n in at}
+    relative = lambda cost: {n: steps[n] * x / (steps[32] * cost[32]) for n, x in cost.items()}
+    return {machine: relative(cost) for machine, cost in costs.items()}
+
+
+def draw_batch():
+    figure, axes = new(8.2, 3, 2, sharex=True, sharey="row")
+    panels = axes.reshape(3, 2)
+    rates = {False: "the same learning rate", True: "scaled by the square root"}
+    for (script, title), column in zip(BATCHED.items(), panels.T):
+        column[0].set_title(title, fontsize=12)
+        for axis, suite in zip(column, ("families", "hardest_tenth")):
+            for i, (scaled, label) in enumerate(rates.items()):
+                found = of_batches(script, scaled, suite)
+                value, low, high = np.array([interval(x) for x in found.values()]).T
+                at = np.array([*found]) * 1.04 ** (2 * i - 1)
+                axis.errorbar(at, value, (value - low, high - value), color=f"C{i}", lw=2,
+                              marker="os"[i], label=label)  # fmt: skip
+        for i, (machine, found) in enumerate(time_to_reach(script).items()):
+            column[2].plot(*zip(*found.items()), "D-", color=f"C{i + 2}", lw=2, label=machine)
+        column[2].axhline(1, color="0.3", lw=1)
+    for axis in panels.ravel():
+        axis.grid(alpha=0.3)
+    ticks = [*of_batches(script, True, "seed")]
+    axis.set(xscale="log", yscale="log", xticks=ticks, yticks=(0.25, 0.5, 1, 2, 4))
+    axis.set_xticklabels(ticks)
+    axis.set_yticklabels(axis.get_yticks())
+    axis.minorticks_off()
+    labels = "solved: families", "solved: hardest tenth", f"time to solve {REACHED}\n(32 levels: 1)"
+    for axis, label in zip(panels[:, 0], labels):
+        axis.set_ylabel(label, fontsize=11)
+    figure.supxlabel("levels a cycle", fontsize=11)
+    entries = [axis.get_legend_handles_labels() for axis in panels[[0, 2], 1]]
+    handles, labels = (sum(x, []) for x in zip(*entries))
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False, fontsize=11)
+    return figure
+
+
 TABLES = "results/*/dcd.csv", "results/*/families.csv"
 PICTURES = {  # name: the function that draws it, the files that it reads
     "differences": (draw_differences, TABLES),
@@ -385,6 +471,7 @@ PICTURES = {  # name: the function that draws it, the files that it reads
     "averaging": (draw_averaging, (*TABLES, "search/last_parameters.csv")),
     "memory": (draw_memory, ("search/memory.csv",)),
     "sharded": (draw_sharded, ("search/sharded.csv",)),
+    "batch": (draw_batch, ("search/batch.csv", "search/batch_curves.csv")),
     "other": (draw_other, tuple(f"figures/{x}.csv" for x in ("navix", "cartpole", "craftax"))),
 }
 

@@ -11,7 +11,7 @@ import csv
 import gzip
 import re
 import sys
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
@@ -307,6 +307,25 @@ def sharded():
                show(entropy[kind].mean(), digits=2))  # fmt: skip
 
 
+def batch():
+    machines = "one core", "an H100", "an H200, 32 trainings"
+    yield ("trained by", "levels a cycle", "learning rate", "seeds", "`families`",
+           "minus 32 levels", "hardest tenth", f"million steps to {pictures.REACHED}",
+           *(f"their time, {x}" for x in machines))  # fmt: skip
+    for (script, title), scaled in product(pictures.BATCHED.items(), (False, True)):
+        suite, tenth, rate = (pictures.of_batches(script, scaled, x)
+                              for x in ("families", "hardest_tenth", "lr"))  # fmt: skip
+        steps = pictures.steps_to_reach(script, scaled)
+        times = pictures.time_to_reach(script, scaled)
+        for n in [*suite][scaled:]:
+            less = signed(*pictures.gain(suite[n], suite[32])) if n > 32 else ""
+            spent = [times.get(x, {}).get(n, np.nan) for x in machines]
+            yield (title, n, show(rate[n][0], digits=4), len(suite[n]),
+                   show(*pictures.interval(suite[n])), less, show(tenth[n].mean()),
+                   "never" if np.isnan(steps[n]) else show(steps[n], digits=1),
+                   *("" if np.isnan(x) else show(x, digits=2) for x in spent))  # fmt: skip
+
+
 def speed():
     yield "time of an update, this project = 1", "DR", "PLR, a replay cycle", "PAIRED"
     programs = "dr", "plr replay cycle"
@@ -337,7 +356,7 @@ def gpu():
 
 TABLES = {f.__name__: f for f in (
     readme, methods, length, quick, differences, regret, rates, paired, estimates, optimistic,
-    lacks, memory, sharded, speed, dcd, gpu)}  # fmt: skip
+    lacks, memory, sharded, batch, speed, dcd, gpu)}  # fmt: skip
 
 
 def markdown(rows):
