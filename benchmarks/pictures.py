@@ -458,6 +458,34 @@ def draw_batch():
     return figure
 
 
+REPORTED = {"minimax's paper, 30,000 updates": 0.82, "dcd's files, 20,000 updates": 0.709}
+
+
+def published():
+    """Cycles [n] and solve rates on dcd's mazes [n, S] of published trainings of PLR by S5."""
+    found = {}
+    for row in read(RESULTS / "gpu" / "h200_s5" / "logs.csv.gz"):
+        if row["eval_solve_rate"]:
+            found.setdefault(int(row["update"]), []).append(float(row["eval_solve_rate"]))
+    return np.array([*found]), np.array([*found.values()])
+
+
+def draw_published():
+    figure, [axis] = new(3.8)
+    cycles, rates = published()
+    axis.plot(cycles, rates, color="C0", lw=0.7, alpha=0.4)
+    mean = "robust PLR by S5, mean of eight seeds"
+    axis.plot(cycles, rates.mean(1), color="C0", lw=2.5, label=mean)
+    for i, (name, rate) in enumerate(REPORTED.items()):
+        axis.axhline(rate, color="0.3", ls=("--", ":")[i], lw=1.5, label=name)
+    axis.set(ylim=(0, 1), xlim=(0, 60_000))
+    axis.set_xlabel("cycles, of which half learn; the experiment has 60,000", fontsize=11)
+    axis.set_ylabel("solve rate on dcd's mazes", fontsize=11)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=10, loc="lower right")
+    return figure
+
+
 TABLES = "results/*/dcd.csv", "results/*/families.csv"
 PICTURES = {  # name: the function that draws it, the files that it reads
     "differences": (draw_differences, TABLES),
@@ -471,6 +499,7 @@ PICTURES = {  # name: the function that draws it, the files that it reads
     "averaging": (draw_averaging, (*TABLES, "search/last_parameters.csv")),
     "memory": (draw_memory, ("search/memory.csv",)),
     "sharded": (draw_sharded, ("search/sharded.csv",)),
+    "published": (draw_published, ("results/gpu/h200_s5/logs.csv.gz",)),
     "batch": (draw_batch, ("search/batch.csv", "search/batch_curves.csv")),
     "other": (draw_other, tuple(f"figures/{x}.csv" for x in ("navix", "cartpole", "craftax"))),
 }

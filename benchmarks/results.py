@@ -20,6 +20,7 @@ latter, as minutes of UPDATE. `--changed` goes to records.csv.
 
 import argparse
 import csv
+import gzip
 import hashlib
 import json
 import re
@@ -87,7 +88,7 @@ PUBLISHED = {  # solve rates in dcd's own result files, 5 seeds: ACCEL, robust P
 
 
 def read(path):
-    with open(path, newline="") as file:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", newline="") as file:
         return list(csv.DictReader(file))
 
 

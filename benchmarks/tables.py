@@ -7,8 +7,6 @@ replaced by what the function NAME of `TABLES` returns: rows of cells, the first
 around a table are free. tests/test_benchmarks.py fails if a page and its data disagree.
 """
 
-import csv
-import gzip
 import re
 import sys
 from itertools import combinations, product
@@ -85,8 +83,7 @@ def on_a_gpu(score, rate):
 
 def swept(**values):
     """PAIRED's rates on `families` at the end of each training of a sweep with these values."""
-    with gzip.open(RESULTS / "gpu" / "h200_whole" / "paired_sweep.csv.gz", "rt") as file:
-        rows = list(csv.DictReader(file))
+    rows = read(RESULTS / "gpu" / "h200_whole" / "paired_sweep.csv.gz")
     has = lambda row: all(float(row[name]) == x for name, x in values.items())
     rows = [row for row in rows if row["update"] == rows[-1]["update"] and has(row)]
     mazes = scores(RESULTS / "paired", "families")[1]
@@ -326,6 +323,15 @@ def batch():
                    *("" if np.isnan(x) else show(x, digits=2) for x in spent))  # fmt: skip
 
 
+def published():
+    cycles, rates = pictures.published()
+    shown = 1000, 2000, 4000, 8000, 12_000, 16_000
+    yield "cycles", *(f"{x:,}" for x in shown)
+    found = [rates[abs(cycles - x) <= 250].mean(0) for x in shown]  # of three evaluations
+    yield "mean over seeds", *(show(*pictures.interval(x)) for x in found)
+    yield "of the seeds", *(f"{x.min():.2f} to {x.max():.2f}" for x in found)
+
+
 def speed():
     yield "time of an update, this project = 1", "DR", "PLR, a replay cycle", "PAIRED"
     programs = "dr", "plr replay cycle"
@@ -356,7 +362,7 @@ def gpu():
 
 TABLES = {f.__name__: f for f in (
     readme, methods, length, quick, differences, regret, rates, paired, estimates, optimistic,
-    lacks, memory, sharded, batch, speed, dcd, gpu)}  # fmt: skip
+    lacks, memory, sharded, batch, published, speed, dcd, gpu)}  # fmt: skip
 
 
 def markdown(rows):
