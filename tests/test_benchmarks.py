@@ -5,6 +5,7 @@ import csv
 import json
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -356,3 +357,13 @@ def test_differences_are_means_over_seeds():
     assert value == pytest.approx(means[0] - means[1])
     assert low < value < high
     assert tables.difference("accel", "plr", "dcd").startswith(f"{value:+.3f} [")
+
+
+@pytest.mark.skipif(not shutil.which("patch"), reason="there is no `patch` here")
+@pytest.mark.parametrize("name", ["jaxued_dr", "minimax_dr"])
+def test_diffs_beside_peers_apply_exactly(name, tmp_path):
+    words = ["patch", "-F0", "-o", tmp_path / "dr.py", ROOT / "dr.py"]
+    words.append(ROOT / f"benchmarks/peers/{name}.diff")
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    compile((tmp_path / "dr.py").read_text(), name, "exec")

@@ -23,7 +23,12 @@ NAMES = {
     "plr": "robust PLR",
     "accel": "ACCEL",
 }
-STYLES = {"theirs": ("C1", "-"), "ours": ("C0", "-"), "ours, alike": ("C2", "--")}
+STYLES = {
+    "theirs": ("C1", "-"),
+    "ours": ("C0", "-"),
+    "ours, heads": ("C3", ":"),
+    "ours, alike": ("C2", "--"),
+}
 
 
 def read(path):
