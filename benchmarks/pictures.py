@@ -458,6 +458,46 @@ def draw_batch():
     return figure
 
 
+LADDER = {  # a change from the published settings of DR to those of --fast: its label, its flags
+    "network": ("64 units, not 256", "--hidden-size 64"),
+    "passes": ("2 epochs of 2 minibatches,\nnot 5 of 1", "--update-epochs 2 --num-minibatches 2"),
+    "chunks": ("backpropagation through\n64 steps, not 256", "--bptt-horizon 64"),
+    "lr": ("learning rate 2e-3,\nfalling to 0, not 1e-4", "--lr 2e-3 --anneal-lr"),
+    "gamma": ("discount 0.999, not 0.995", "--gamma 0.999"),
+    "value": ("value loss: weight 2, no\nclipping, not 0.5", "--vf-coef 2 --no-clip-vloss"),
+    "norm": ("gradient norm 1.5, not 0.5", "--max-grad-norm 1.5"),
+    "averaging": ("averaged parameters", "--polyak-averaging"),
+}
+
+
+def ladder(part, column):
+    """{change: values [S]} of a column of search/ladder.csv: `step` has all changes until this one,
+    `without` all but this one, `more` all and this one, `hour` none, for an hour."""
+    found = {}
+    for row in read(SEARCH / "ladder.csv"):
+        if row["part"] == part:
+            found.setdefault(row["change"], []).append(float(row[column]))
+    return {change: np.array(values) for change, values in found.items()}
+
+
+def draw_ladder():
+    steps = [*ladder("step", "seed")]
+    figure, [axis] = new(1.6 + 0.62 * len(steps))
+    for i, (suite, title) in enumerate(SUITES.items()):
+        found = ladder("step", suite)
+        at = np.arange(len(steps)) + 0.38 * (i - 0.5)
+        value, low, high = np.array([interval(x) for x in found.values()]).T
+        axis.barh(at, value, 0.36, color=f"C{i}", alpha=0.75, label=title)
+        axis.hlines(at, low, high, color="0.2", lw=1.5)
+    names = [f"+ {LADDER[name][0]}" if name else "published settings" for name in steps]
+    axis.set(yticks=range(len(steps)), xlim=(0, 1), ylim=(len(steps) - 0.4, -0.6))
+    axis.set_yticklabels(names, fontsize=11)
+    axis.set_xlabel("solve rate of DR after two and a half minutes", fontsize=11)
+    axis.grid(axis="x", alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=11)
+    return figure
+
+
 def published():
     """Cycles [n] and solve rates on dcd's mazes [n, S] of published trainings of PLR by S5."""
     found = {}
@@ -498,6 +538,7 @@ PICTURES = {  # name: the function that draws it, the files that it reads
     "memory": (draw_memory, ("search/memory.csv",)),
     "sharded": (draw_sharded, ("search/sharded.csv",)),
     "published": (draw_published, ("results/gpu/h200_s5/logs.csv.gz",)),
+    "ladder": (draw_ladder, ("search/ladder.csv",)),
     "batch": (draw_batch, ("search/batch.csv", "search/batch_curves.csv")),
     "other": (draw_other, tuple(f"figures/{x}.csv" for x in ("navix", "cartpole", "craftax"))),
 }

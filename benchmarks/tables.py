@@ -323,6 +323,28 @@ def batch():
                    *("" if np.isnan(x) else show(x, digits=2) for x in spent))  # fmt: skip
 
 
+def ladder():
+    yield ("DR", "seeds", "updates", "`families`", "minus the line above", "dcd's mazes",
+           "hardest tenth", "`--fast` without it: `families`", "minus `--fast`")  # fmt: skip
+    steps = {column: pictures.ladder("step", column) for column in (
+        "families", "dcd", "hardest_tenth", "num_updates")}  # fmt: skip
+    without, before = pictures.ladder("without", "families"), None
+    fast = [*steps["families"].values()][-1]
+    for change, found in steps["families"].items():
+        cells = [f"+ `{pictures.LADDER[change][1]}`" if change else "published settings"]
+        cells += [len(found), f"{steps['num_updates'][change][0]:.0f}"]
+        cells += [show(*pictures.interval(found))]
+        cells += [signed(*pictures.gain(found, before)) if change else ""]
+        cells += [show(*pictures.interval(steps["dcd"][change]))]
+        cells += [show(steps["hardest_tenth"][change].mean())]
+        alone = without.get(change)
+        yield (
+            *cells,
+            *([show(alone.mean()), signed(*pictures.gain(alone, fast))] if change else ["", ""]),
+        )
+        before = found
+
+
 def published():
     cycles, rates = pictures.published()
     shown = 1000, 2000, 4000, 8000, 12_000, 16_000
@@ -362,7 +384,7 @@ def gpu():
 
 TABLES = {f.__name__: f for f in (
     readme, methods, length, quick, differences, regret, rates, paired, estimates, optimistic,
-    lacks, memory, sharded, batch, published, speed, dcd, gpu)}  # fmt: skip
+    lacks, memory, sharded, batch, ladder, published, speed, dcd, gpu)}  # fmt: skip
 
 
 def markdown(rows):

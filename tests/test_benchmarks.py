@@ -7,9 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import amaze
+import dr
 import jax
 import matplotlib
 import numpy as np
@@ -367,3 +369,19 @@ def test_diffs_beside_peers_apply_exactly(name, tmp_path):
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     compile((tmp_path / "dr.py").read_text(), name, "exec")
+
+
+def test_the_ladder_leads_from_the_published_settings_to_fast():
+    read_flags = lambda flags: replace(dr.parse(flags.split()), num_updates=0)
+    flags = {name: flags for name, (_, flags) in pictures.LADDER.items()}
+    assert read_flags(" ".join(flags.values())) == read_flags("--fast")
+    rows = read(pictures.SEARCH / "ladder.csv")
+    parts = {part: [row for row in rows if row["part"] == part] for part in ("step", "without")}
+    steps = [*dict.fromkeys(row["change"] for row in parts["step"])]
+    assert sorted(steps) == sorted(["", *flags])
+    for row in parts["step"]:
+        taken = steps[1 : steps.index(row["change"]) + 1]
+        assert read_flags(row["flags"]) == read_flags(" ".join(flags[x] for x in taken))
+    for row in parts["without"]:
+        others = [x for name, x in flags.items() if name != row["change"]]
+        assert read_flags(row["flags"]) == read_flags(" ".join(others))
