@@ -32,6 +32,7 @@ import os
 import platform
 import re
 import secrets
+import shutil
 import signal
 import sys
 import tempfile
@@ -41,7 +42,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args, get_origin
 
 import distrax
 import flax.linen as nn
@@ -266,6 +267,7 @@ def replay_probabilities(buffer, now, temperature, staleness_coef):
     better, as_good = (jnp.searchsorted(jnp.sort(lowest_last), lowest_last, side=side)
                        for side in ("left", "right"))  # fmt: skip
     rank = (1 + better + as_good) / 2  # 1: the best; equal scores share their mean rank
+    rank /= jnp.min(rank, where=buffer.scored, initial=jnp.inf)  # else all weights may be 0
     by_score = jnp.where(buffer.scored, rank ** (-1 / temperature), 0.0)
     age = jnp.where(buffer.scored, now - buffer.touched, 0).astype(float)  # int32 would overflow
     by_age = jnp.where(age.any(), age, buffer.scored)
@@ -663,9 +665,10 @@ def make_train(config, devices=1):
         demand(always, config, "replay_prob robust", "above 0: the student learns when it replays")
         warm = max(math.ceil(config.min_fill * config.buffer_size / played), 1)
         with jax.ensure_compile_time_eval():
-            first = warm + int(jax.vmap(replays)(warm + jnp.arange(1000)).argmax())
-        fields = "num_updates buffer_size min_fill"
-        demand(config.num_updates > first, config, fields, f"above {first}, the first that learns")
+            replayed = jnp.append(jax.vmap(replays)(warm + jnp.arange(1000)), True)
+            first = warm + int(replayed.argmax())
+        names = "num_updates buffer_size min_fill"
+        demand(config.num_updates > first, config, names, f"above {first}, the first that learns")
 
     def cycle(state, _):
         rngs = jax.random.split(jax.random.fold_in(state.rng, state.cycles), 6)
@@ -796,14 +799,19 @@ def maze_names(suite):
 
 def check(config):
     """Raise BadConfig at the first value out of range; a traced one has none."""
-    for field, x in vars(config).items():
+    for field in fields(config):
+        name, x = field.name, getattr(config, field.name)
         for (low, high), names in RANGES.items():
-            has_range = field.removeprefix("teacher_") in names.split()
+            has_range = name.removeprefix("teacher_") in names.split()
             fine = not has_range or isinstance(x, jax.Array) or low <= x <= high
-            demand(fine, config, field, f"from {low:g} to {high:g}")
+            demand(fine, config, name, f"from {low:g} to {high:g}")
+        is_word, words = get_origin(field.type) is Literal, get_args(field.type)
+        demand(not is_word or x in words, config, name, f"one of {', '.join(map(repr, words))}")
     unknown = set(maze_names(config.eval_suite)) - set(amaze.TEST_MAZES)
     allowed = f"a suite ({', '.join(amaze.SUITES)}) or mazes ({', '.join(amaze.TEST_MAZES)})"
     demand(len(unknown) == 0, config, "eval_suite", allowed)
+    if jax.config.jax_enable_x64:
+        raise BadConfig("JAX_ENABLE_X64 = True: must be False")
 
 
 def read_values(text):
@@ -816,7 +824,6 @@ def read_values(text):
 
 def make_rows(config):
     """The rows, one for each training: every point of the sweep's grid with every seed."""
-    check(config)
     grid = {}
     for sweep in config.sweep:
         name, _, text = sweep.partition("=")
@@ -827,7 +834,7 @@ def make_rows(config):
         demand(grid.get(name), config, "sweep", f"{name}=0.1,0.2 or {name}=log:0.01:0.1:8")
     points = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
     for point in points:
-        check(replace(config, **point))
+        make_train(replace(config, **point))
     seeds = range(config.seed, config.seed + config.seeds)
     return [{"seed": seed} | point for point in points for seed in seeds]
 
@@ -955,10 +962,14 @@ def load_checkpoint(config):
 def open_folder(config):
     """Make --out, or the next free runs/NAME-1, runs/NAME-2, ..., and open and lock its logs.csv:
     one process trains in a folder. -> the folder, the file"""
-    names = (Path(f"runs/{Path(SCRIPT).stem}-{i}") for i in itertools.count(1))
-    folder = Path(config.out or next(name for name in names if not name.exists()))
+    folder, number = config.out and Path(config.out), itertools.count(1)
     if jax.process_index() > 0:
         folder = Path(tempfile.mkdtemp())  # not kept
+    while not folder:
+        with suppress(FileExistsError):  # an earlier run's, or one's that begins now
+            free = Path(f"runs/{Path(SCRIPT).stem}-{next(number)}")
+            free.mkdir(parents=True)
+            folder = free
     (folder / "levels").mkdir(parents=True, exist_ok=True)
     path = folder / "logs.csv"
     demand(not path.is_symlink(), config, "out", "a folder whose logs.csv is no link")
@@ -978,7 +989,7 @@ def write_log(log, config, rows, metrics, cycle, seconds):
     """Append a line for each row: means over a chunk of metrics {name: [R, cycles]}.
     Blank: nothing was measured; inf: a value was not finite. -> the lines"""
     learned, rollouts = (metrics.pop(name)[:, -1] for name in ("grad_updates", "rollouts"))
-    steps = rollouts * config.num_envs * config.num_evals * config.num_steps
+    steps = rollouts.astype(int) * config.num_envs * config.num_evals * config.num_steps
     lines = []
     for i, row in enumerate(rows):
         line = {"update": cycle, "grad_updates": int(learned[i]), "env_steps": int(steps[i])}
@@ -1005,11 +1016,13 @@ def draw(folder, levels, cycle, rows):
     with matplotlib.style.context("default"):  # not by a matplotlibrc
         figure = amaze.plot_levels(jax.tree.map(lambda x: x[0], levels))
         write(folder / f"levels/update_{cycle}.png", partial(figure.savefig, format="png"))
-        table = list(csv.DictReader((folder / "logs.csv").read_text().splitlines()))
+        with open(folder / "logs.csv", newline="") as log:
+            needed = "env_steps", *CURVES
+            table = [{x: line.get(x) for x in needed} for line in csv.DictReader(log)]
         figure = Figure(figsize=(11, 4), layout="constrained")
         for axis, name in zip(figure.subplots(1, 2), CURVES):
             for i, row in enumerate(rows):
-                lines = [line for line in table[i :: len(rows)] if line.get(name)]
+                lines = [line for line in table[i :: len(rows)] if line[name]]
                 x, y = ([float(line[k]) for line in lines] for k in ("env_steps", name))
                 axis.plot(x, y, label=str(row) if i < 12 else None)
             axis.set(xlabel="env steps", title=name, ylim=(0, 1))
@@ -1073,7 +1086,10 @@ def run(config):
         write(folder / "config.json", lambda file: file.write(to_json(config).encode()))
         quiet = jax.process_index() > 0
         trackers = start_trackers(config, rows, folder) if config.track and not quiet else []
-        if not quiet:
+        stack.callback(lambda: [tracker.finish() for tracker in trackers])
+        if quiet:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        else:
             where = f"{len(devices)} x {devices[0].device_kind}, dealt by {shard}"
             print(f"{folder}: {len(rows)} training(s) on {where}; compiling ...", flush=True)
         if last:
@@ -1133,7 +1149,7 @@ def parse(arguments):
     read = partial(tyro.cli, Config, args=arguments, description=__doc__, config=append)
     config = read(default=presets[0] if presets else Config())
     demand(config.out or not config.resume, config, "out", "the folder of the run to --resume")
-    if not (config.resume and Path(config.out, "config.json").exists()):
+    if presets or not (config.resume and Path(config.out, "config.json").exists()):
         return config
     stored = read_config(config.out)
     if config.sweep:

@@ -28,7 +28,7 @@ scripts       NUM_ACTIONS; reset(level or queue, max_steps), step, step_and_rese
               sample_level, and whatever else sample_levels and Config of the script use
 plr, accel    level_code(level) -> an array, equal for equal levels
 accel         edit_level(rng, level, n_edits)
-paired        teacher_reset, teacher_step, and TeacherState.level
+paired        teacher_size, teacher_reset, teacher_step, and TeacherState.level
 evaluate.py   EnvState and render for films; pad_levels if levels differ in shape; level_from_text
               for --maze-file; a suite "sampled" of one maze for --suite sampled
 """

@@ -445,6 +445,8 @@ def choose_script(recorded, given):
 
 def import_script(path):
     """Execute a file and return its module."""
+    if path.suffix != ".py":
+        raise BadConfig(f"script = {path}: must end in .py")
     spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -490,7 +492,9 @@ def load(path, script=(), agent="protagonist", trainings=0):
     chosen = [i for i, x in enumerate(agents) if x["agent"] in wanted[agent]]
     agents, params = [agents[i] for i in chosen], jax.tree.map(lambda x: x[chosen], params)
     folder, about = folder.resolve(), (Path(stored["script"]).stem, data["cycles"])
-    made = agents, params, module.make_train(config), module.amaze, script, stored
+    swept = {name: x for name, x in data["rows"][0].items() if name != "seed"}
+    train = module.make_train(replace(config, **swept))
+    made = agents, params, train, module.amaze, script, stored
     return Run(folder.name, folder, *about, *made)
 
 
@@ -521,7 +525,7 @@ def load_runs(args):
             if args.play:
                 demand_playable(run, args)
             runs.setdefault((run.folder, run.update), run)
-        except (BadConfig, OSError) as error:
+        except (BadConfig, ImportError, OSError) as error:
             refused.append(str(error) if str(path) in str(error) else f"{path}: {error}")
     runs = list(runs.values())
     if len({run.env for run in runs}) > 1:

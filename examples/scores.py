@@ -8,8 +8,8 @@ import amaze
 
 
 def mna(advantage, max_return):
-    """Maximised negative advantage (2601.14957): the mean loss over the rollout [T, N * E] of
-    levels that were solved once, 0 of the others -> [N]. An entry of `scores`:
+    """Maximised negative advantage (2601.14957): the loss summed over the rollout [T, N * E], its
+    mean over E, of levels that were solved once, 0 of the others -> [N]. An entry of `scores`:
 
         "mna": mna(advantage, max_return),
     """

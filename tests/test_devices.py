@@ -143,13 +143,16 @@ def test_seeds_over_devices(four, toy_script, train, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes(tmp, four, toy_script, launch):
-    """Together they equal one; they refuse together; a signal to one stops both."""
+def test_two_processes(tmp, tmp_path, monkeypatch, four, toy_script, launch):
+    """Together they equal one; they refuse together; a signal to one stops both. The second one
+    leaves no files."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     folder = tmp / "two"
     both = [finish(process) for process in start_together(launch, folder)]
     assert [x[0] for x in both] == [0, 0], both
     assert "4 training(s) on 4 x cpu" in both[0][1]
     assert "training(s)" not in both[1][1]
+    assert list(tmp_path.glob("*/logs.csv")) == []
     assert_equal(folder, four)
     before = contents(folder)
     both = [finish(process) for process in start_together(launch, folder)]

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 import accel  # noqa: E402
 import amaze  # noqa: E402
+import evaluate  # noqa: E402
 import plr  # noqa: E402
 
 T = 17  # steps of a rollout: of no other size, so that what spans them can be told by its shape
@@ -351,6 +352,18 @@ def test_replay_probabilities(beta, rho):
         assert (p[~buffer.scored] == 0).all()
         for level, value in zip(names(buffer.level), p):
             assert value == pytest.approx(expected.get(level, 0), rel=1e-4, abs=1e-7)
+
+
+def test_replay_probabilities_of_many_equal_scores():
+    """At a low temperature their power of the rank is too small for float32."""
+    for number in (2, 1000, 4000):
+        score = np.where(np.arange(4000) < number, 1, np.linspace(0.9, 0, 4000))
+        score = score.astype(np.float32)
+        zero = np.zeros(4000, np.int32)
+        buffer = plr.Buffer(None, None, zero == 0, score, score, {}, {}, zero, zero)
+        p = np.asarray(replay_probabilities(buffer, 0, 0.01, 0.3))
+        assert np.allclose(p[:number], 0.7 / number + 0.3 / 4000, 1e-3, 0)
+        assert abs(p.sum() - 1) < 1e-3
 
 
 def test_staleness_is_uniform_if_all_ages_are_0():
@@ -931,6 +944,27 @@ def test_replay_prob_0_never_replays_and_1_always_once_warm():
     always = play(plr, 8, floats=dict(replay_prob=1.0))
     assert list(map(replayed, always)) == [False] * 2 + [True] * 6
     assert list(map(learned, always)) == [False] * 2 + [True] * 6
+
+
+@pytest.mark.parametrize("module", [plr, accel])
+def test_every_point_of_a_sweep_must_learn(module, tmp_path):
+    """A base that would not does not matter, also for evaluate.py."""
+    config = module.Config(**SMALL | dict(num_updates=60, buffer_size=4000, min_fill=1.0))
+    with pytest.raises(module.BadConfig, match="min_fill = 1.0: must be above "):
+        module.make_rows(replace(config, sweep=("min_fill=0.005,1",)))
+    config = replace(config, sweep=("min_fill=0.005,0.01",))
+    rows = module.make_rows(config)
+    assert [row["min_fill"] for row in rows] == [0.005, 0.01]
+    init = jax.jit(module.make_train(replace(config, min_fill=0.01)).init)
+    evaluate.save(tmp_path / "run", config, jax.vmap(init)(jax.vmap(jax.random.key)(np.arange(2))))
+    assert len(evaluate.load(tmp_path / "run").agents) == 2
+
+
+def test_a_seldom_replay_is_found_or_refused():
+    """None in the next 1,000 cycles counts as never."""
+    config = plr.Config(**SMALL | dict(num_updates=900, replay_prob=1e-9))
+    with pytest.raises(plr.BadConfig, match="num_updates = 900"):
+        plr.make_train(config)
 
 
 def test_min_fill_delays_replay():

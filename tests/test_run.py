@@ -9,9 +9,11 @@ import shutil
 import struct
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Literal, get_args, get_origin
 from unittest.mock import Mock
 
+import jax
 import numpy as np
 import pytest
 from runs import (
@@ -139,24 +141,31 @@ def test_columns_of_a_resumed_run(tmp_path):
 
 
 def test_means_of_a_chunk(tmp_path):
-    """Over what was measured; blank if nothing was; inf if one was not finite."""
+    """Over what was measured; blank if nothing was; inf if one was not finite. Steps are counted
+    beyond 32 bits."""
     nan, inf = np.nan, np.inf
     metrics = {"a": [[1, nan, 4], [nan] * 3], "b": [[1, inf, 2], [3, 4, 5]]}
-    metrics |= {"grad_updates": [[1, 2, 3], [1, 1, 2]], "rollouts": [[2, 4, 6], [1, 2, 3]]}
-    metrics = {name: np.array(x, float) for name, x in metrics.items()}
+    metrics = {name: np.array(x, np.float32) for name, x in metrics.items()}
+    counts = {"grad_updates": [[1, 2, 3], [1, 1, 2]], "rollouts": [[2, 4, 6], [1, 2, 3]]}
+    metrics |= {name: np.array(x, np.int32) for name, x in counts.items()}
     with open(tmp_path / "logs.csv", "a+", newline="") as log:
-        config = dr.Config(num_envs=2, num_evals=3, num_steps=5)
+        config = dr.Config(num_envs=2, num_evals=3, num_steps=500_000_000)
         dr.write_log(log, config, [{"seed": 4}, {"seed": 5}], metrics, 3, 1.25)
     one, two = table(tmp_path)
-    assert one == dict(update="3", grad_updates="3", env_steps="180", seed="4", a="2.5", b="inf")
-    assert two == dict(update="3", grad_updates="2", env_steps="90", seed="5", a="", b="4")
+    begin = dict(update="3", grad_updates="3", env_steps="18000000000")
+    assert one == begin | dict(seed="4", a="2.5", b="inf")
+    begin = dict(update="3", grad_updates="2", env_steps="9000000000")
+    assert two == begin | dict(seed="5", a="", b="4")
 
 
 def test_default_folders(toys, tmp_path, monkeypatch):
+    """The next free one, also if it was free a moment ago."""
     monkeypatch.chdir(tmp_path)
-    for i in (1, 2):
+    for i in (1, 2, 3):
         assert f"runs/dr-{i}: 1 training(s)" in toys()[1]
-    assert sorted(x.name for x in (tmp_path / "runs").iterdir()) == ["dr-1", "dr-2"]
+        if i == 2:
+            monkeypatch.setattr(Path, "exists", lambda self: False)
+    assert sorted(x.name for x in (tmp_path / "runs").iterdir()) == ["dr-1", "dr-2", "dr-3"]
 
 
 @pytest.mark.slow
@@ -227,6 +236,21 @@ def test_what_it_must_be_is_said(main, args, words):
     assert words in line
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_a_config_made_in_code_must_be(name):
+    """Words are checked there, too, and JAX's own 64 bits."""
+    module = importlib.import_module(name)
+    words = "must be one of 'lstm', 'gru', 's5', 'none'"
+    with pytest.raises(module.BadConfig, match=f"rnn = 'LSTM': {words}"):
+        module.make_train(module.Config(rnn="LSTM"))
+    jax.config.update("jax_enable_x64", True)
+    try:
+        with pytest.raises(module.BadConfig, match="JAX_ENABLE_X64 = True: must be False"):
+            module.make_train(module.Config())
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
 def test_distributed_without_a_cluster(call):
     status, said, line = call("--distributed")
     assert (status, said) == (2, "")
@@ -262,8 +286,8 @@ def test_out_cannot_be_made(toys, tmp_path):
 
 @pytest.mark.parametrize("args, field", {
     "--num-envs 4": "num_envs = 4", "--rnn gru": "rnn = 'gru'", "--lr 0.5": "lr = 0.5",
-    "--anneal-lr": "anneal_lr = True", "--seeds 3": "seeds = 3", "--seed 1": "seed = 1",
-    "--sweep lr=0.1,0.2": "sweep = ['lr=0.1,0.2']"}.items())  # fmt: skip
+    "--anneal-lr": "anneal_lr = True", "--fast": "anneal_lr = True", "--seeds 3": "seeds = 3",
+    "--seed 1": "seed = 1", "--sweep lr=0.1,0.2": "sweep = ['lr=0.1,0.2']"}.items())  # fmt: skip
 def test_resume_refuses_another_run(main, toy_run, args, field):
     before = contents(toy_run)
     status, said, line = main("--resume", "--out", toy_run, *args.split())
@@ -464,6 +488,7 @@ def test_what_a_tracker_is_told(monkeypatch, toys, toy_run, tmp_path, name):
         assert (x["project"], x["group"], x["name"]) == ("mine", "run", f"run-{i}")
         assert (x["config"]["seed"], x["config"]["num_updates"]) == (i, 12)
         assert ("dir" in x) == (name == "wandb")
+        runs[i].finish.assert_called_once_with()
         calls = runs[i].log.call_args_list
         if i == 0:  # the levels' picture, once
             assert calls.pop() == (({"levels": tracker.Image.return_value},), {"step": 12})
