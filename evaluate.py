@@ -530,7 +530,8 @@ def load_runs(args):
     runs = list(runs.values())
     if len({run.env for run in runs}) > 1:
         raise BadConfig("runs of different environments: must be evaluated one by one")
-    if len(refused) == 0 and not set(map(Path, args.script)) <= {run.script for run in runs}:
+    unused = {*map(Path, args.script)} - {run.script for run in runs}
+    if len(args.runs) > 0 and len(refused) == 0 and unused:
         raise BadConfig(f"script = {', '.join(args.script)}: must each have made a run")
     shared = os.path.commonpath([run.folder.parent for run in runs] or [Path.cwd()])
     names = [Path(os.path.relpath(run.folder, shared)).as_posix() for run in runs]
@@ -676,7 +677,8 @@ def rank(folder, args):
 def read_sweep(path, names):
     """Points, the column of scores, and each training's last score in logs.csv: 0 if it has none,
     NaN if any of its values was not finite ("inf")."""
-    table = list(csv.DictReader(path.read_text().splitlines()))
+    whole_lines = path.read_text().rpartition("\n")[0]  # not one that is being written
+    table = list(csv.DictReader(whole_lines.splitlines()))
     evaluated = any(row.get("eval_solve_rate") for row in table)
     column = "eval_solve_rate" if evaluated else "train_solve_rate"
     points = {}  # point: {seed: scores}
@@ -780,7 +782,8 @@ def write_results(out, runs, mazes, args, sampled):
         table += tabulate(run, mazes, optimal, *played)
         groups = group_seeds(run)
         results |= {label: [x[seeds] for x in played] for label, seeds in groups.items()}
-        shown += [*groups][: args.points or None] if run.ranking else groups
+        roles = len({agent["agent"] for agent in run.agents})  # groups of a point
+        shown += [*groups][: roles * args.points or None] if run.ranking else groups
     summaries = {k: summarise(x[0], names, args.seed, sampled, env) for k, x in results.items()}
     print_results(results, summaries, shown, mazes, optimal)
     write(out / "results.csv", lambda file: file.write(to_csv(table)))
@@ -845,7 +848,7 @@ def main():
     try:
         dr.start_jax(dr.Config())
         refused = evaluate(args)
-    except (BadConfig, OSError) as error:
+    except (BadConfig, ImportError, OSError) as error:
         refused = [str(error)]
     for line in refused:
         print(f"evaluate.py: error: {line}", file=sys.stderr)

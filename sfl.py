@@ -253,7 +253,8 @@ def learnability(solve_rate, evals):
 
 
 def check_candidates(config, at_once, batch_steps):
-    """Refuse more candidates than an int32 can count, a larger buffer, queues of unequal length."""
+    """Refuse more candidates than an int32 can count, a larger buffer, queues of unequal length or
+    in which one level that is never solved takes all steps."""
     countable = 2**31 - batch_steps  # steps are counted in an int32
     most = max(countable // config.candidate_evals // config.max_steps, 0)
     allowed = f"with these candidate_evals, max_steps and num_steps at most {most}"
@@ -263,6 +264,9 @@ def check_candidates(config, at_once, batch_steps):
     demand(fits, config, "buffer_size num_candidates", f"at most {number}")
     deals = number % at_once == 0
     demand(deals, config, "candidates_at_once num_candidates", f"a divisor of {number}")
+    least = config.candidate_evals * config.max_steps
+    fits = config.candidate_steps == 0 or config.candidate_steps >= least
+    demand(fits, config, "candidate_steps candidate_evals max_steps", f"0 or at least {least}")
 
 
 def make_train(config, devices=1):
@@ -568,7 +572,7 @@ def make_train(config, devices=1):
         x = learnability(state.buffer.solve_rate, evals)  # biased upwards, as it chose them
         metrics |= {"buffer_learnability": x.mean(), "buffer_learnability_min": x.min()}
         metrics["buffer_score"] = state.buffer.score.mean()
-        metrics["buffer_learnable_share"] = jnp.mean(x > 0)
+        metrics["buffer_learnable_share"] = jnp.mean(state.buffer.score > 0)
         if config.eval_interval:
             due = (cycles % config.eval_interval == 0) | (cycles == config.num_updates)
             metrics |= jax.lax.cond(due, evaluate, partial(nothing, evaluate), rng_eval, student)
@@ -804,9 +808,10 @@ def open_folder(config):
     if jax.process_index() > 0:
         folder = Path(tempfile.mkdtemp())  # not kept
     while not folder:
+        Path("runs").mkdir(exist_ok=True)
+        free = Path(f"runs/{Path(SCRIPT).stem}-{next(number)}")
         with suppress(FileExistsError):  # an earlier run's, or one's that begins now
-            free = Path(f"runs/{Path(SCRIPT).stem}-{next(number)}")
-            free.mkdir(parents=True)
+            free.mkdir()
             folder = free
     (folder / "levels").mkdir(parents=True, exist_ok=True)
     path = folder / "logs.csv"
@@ -917,17 +922,18 @@ def run(config):
     state = jax.eval_shape(init, 0, table, None)[0]
     jax.eval_shape(update(config.log_interval), 0, table, state)  # raises what make_train demands
     folder, log = open_folder(config)
+    quiet = jax.process_index() > 0
     with log, catch_signals() as caught, ExitStack() as stack:
+        if quiet:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
         last = load_checkpoint(config)  # under the lock
         cycle, seconds, stopped, shown = last.get("cycles", 0), last.get("seconds", 0.0), 0, {}
         log.truncate(min(last.get("log_bytes", 0), os.path.getsize(log.name)))
         write(folder / "config.json", lambda file: file.write(to_json(config).encode()))
-        quiet = jax.process_index() > 0
         trackers = start_trackers(config, rows, folder) if config.track and not quiet else []
-        stack.callback(lambda: [tracker.finish() for tracker in trackers])
-        if quiet:
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        else:
+        for tracker in trackers:
+            stack.callback(spare("track")(tracker.finish))
+        if not quiet:
             where = f"{len(devices)} x {devices[0].device_kind}, dealt by {shard}"
             print(f"{folder}: {len(rows)} training(s) on {where}; compiling ...", flush=True)
         if last:
@@ -981,18 +987,22 @@ def run(config):
 
 def parse(arguments):
     """The Config of a command line: its flags change a preset, or the run to resume."""
-    presets = [preset for flag, preset in PRESETS.items() if flag in arguments]
-    arguments = [x for x in arguments if x not in {*PRESETS} - {"--parallel", "--no-robust"}]
+    flags = [x.replace("_", "-") for x in arguments]  # to tyro they are the same
+    presets = [preset for flag, preset in PRESETS.items() if flag in flags]
+    alone = {*PRESETS} - {"--parallel", "--no-robust"}  # these two are fields, too
+    arguments = [x for x, flag in zip(arguments, flags) if flag not in alone]
     append = (tyro.conf.UseAppendAction,)
     read = partial(tyro.cli, Config, args=arguments, description=__doc__, config=append)
     config = read(default=presets[0] if presets else Config())
     demand(config.out or not config.resume, config, "out", "the folder of the run to --resume")
-    if presets or not (config.resume and Path(config.out, "config.json").exists()):
+    if not (config.resume and Path(config.out, "config.json").exists()):
         return config
     stored = read_config(config.out)
     if config.sweep:
         stored["sweep"] = ()  # tyro appends to it
     known = {field.name: stored[field.name] for field in fields(Config) if field.name in stored}
+    for preset in presets[:1]:  # so many flags
+        known |= dict(vars(preset).items() - vars(Config()).items())
     return read(default=Config(**known))
 
 

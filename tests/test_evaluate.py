@@ -668,6 +668,19 @@ def test_a_hacked_copy_needs_script(run, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "ran").exists()
 
 
+def test_levels_of_a_script_without_a_run(tmp_path, capsys, monkeypatch):
+    """Those of its environment; one line if that is not installed, or if it is no script."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("import amaze\n")
+    options = "--mazes", "MiniMaze", "--episodes", "1", "--show-levels", "--script"
+    assert call(capsys, monkeypatch, *options, "mine.py")[0] == 0
+    (tmp_path / "other.py").write_text("import not_installed as amaze\n")
+    for name, word in {"other.py": "not_installed", "mine": "must end in .py"}.items():
+        status, _, errors = call(capsys, monkeypatch, *options, name)
+        assert (status, len(errors)) == (2, 1)
+        assert word in errors[0]
+
+
 @pytest.mark.slow
 def test_a_script_that_made_no_run_is_refused(run, tmp_path, capsys, monkeypatch):
     """Otherwise changes in this script would seem to have no effect."""
@@ -956,6 +969,8 @@ def test_a_sweeps_best_point_is_shown_and_others_on_request(tmp_path, capsys, mo
     labels = [f"sweep @1, lr {lr}, gamma 0.9" for lr in (0.0001, "1e-05")]
     out = tmp_path / "results"
     options = tmp_path / "sweep", "--mazes", "MiniMaze", "--episodes", "2", "--out", out
+    with open(tmp_path / "sweep" / "logs.csv", "a") as log:
+        log.write("20,1,1e-05,0.9,0.")  # a line that is being written
     for number, more in {1: (), 2: ("--points", "0")}.items():
         status, said, _ = call(capsys, monkeypatch, *options, *more)
         assert status == 0
@@ -963,6 +978,22 @@ def test_a_sweeps_best_point_is_shown_and_others_on_request(tmp_path, capsys, mo
         assert [x[:7] for x in said.splitlines()[-5:-2]] == ["solve r", "sweep @", "sweep @"]
         assert len(read(out / "results.csv")) == 4
         assert [*read(out / "results.csv")[0]][3:6] == ["seed", "lr", "gamma"]
+
+
+def test_a_point_has_all_its_agents(tmp_path, capsys, monkeypatch):
+    write_sweep(tmp_path / "sweep", {(1e-5, 0.9): [0.5, 0.6], (1e-4, 0.9): [0.7, 0.8]})
+    both = "protagonist", "antagonist"
+    points = [{"lr": lr, "gamma": 0.9} for lr in (1e-5, 1e-4)]
+    agents = [{"seed": s} | x | {"agent": name} for x in points for s in (0, 1) for name in both]
+    run = evaluate.Run("sweep", tmp_path / "sweep", "paired", 1, agents, {}, SimpleNamespace())
+    monkeypatch.setattr(evaluate, "load", lambda *args: run)
+    monkeypatch.setattr(evaluate, "play", lambda *args: np.ones((2, 8, 1, 2)))
+    options = "--mazes", "MiniMaze", "--episodes", "2", "--agent", "all", "--out", tmp_path / "out"
+    for points, number in {1: 2, 2: 4, 0: 4}.items():
+        said = call(capsys, monkeypatch, tmp_path / "sweep", *options, "--points", str(points))[1]
+        labels = re.findall(r"(?m)^sweep @1(.*): 2 seed\(s\), 2 episodes", said)
+        assert len(labels) == number
+        assert all("lr 0.0001" in label for label in labels[:2])
 
 
 # --- devices, help, requirements

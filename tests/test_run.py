@@ -297,6 +297,25 @@ def test_resume_refuses_another_run(main, toy_run, args, field):
     assert contents(toy_run) == before
 
 
+def test_a_preset_beside_resume_is_so_many_flags(tmp_path):
+    """The same command goes on with what else it has asked for, and with what it has not."""
+    config = replace(dr.FAST, out=str(tmp_path), seeds=4, archive_interval=500, devices=1)
+    (tmp_path / "config.json").write_text(dr.to_json(config))
+    again = ["--resume", "--out", str(tmp_path)]
+    for words in ([], ["--fast"]):
+        assert dr.parse([*words, *again]) == replace(config, resume=True)
+    (tmp_path / "config.json").write_text(dr.to_json(dr.Config(seeds=4)))
+    assert dr.parse(["--fast", *again]) == replace(dr.FAST, out=str(tmp_path), seeds=4, resume=True)
+
+
+def test_runs_cannot_be_made(toys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to("nowhere")
+    status, _, line = toys()
+    assert status == 1
+    assert "File exists" in line
+
+
 def test_resume_refuses_another_script(main, toy_run):
     plr = importlib.import_module("plr")
     words = "--resume", "--devices", 1, "--out", toy_run
@@ -346,6 +365,7 @@ def test_a_preset_is_where_flags_start(name):
     if name in ("plr", "accel"):
         assert module.parse(["--parallel", "--fast"]) == replace(module.FAST, parallel=True)
         assert module.parse(["--no-robust", "--num-updates", "7"]).num_updates == 7
+        assert module.parse(["--no_robust"]) == module.PLAIN
         assert module.PARALLEL.num_updates == module.PLAIN.num_updates == 30_000
         assert (module.PARALLEL.parallel, module.PLAIN.robust) == (True, False)
 
@@ -477,7 +497,7 @@ def grouped(row):
 def test_what_a_tracker_is_told(monkeypatch, toys, toy_run, tmp_path, name):
     """A run for each row, with its configuration and its rows of logs.csv; pictures of levels."""
     monkeypatch.setenv("WANDB_PROJECT", "mine")
-    runs, about = [Mock(), Mock()], []
+    runs, about = [Mock(), Mock(finish=Mock(side_effect=OSError("offline")))], []
     tracker = Mock(init=lambda **x: about.append(x) or runs[len(about) - 1])
     monkeypatch.setitem(sys.modules, name, tracker)
     words = "--seeds", 2, "--track", name, "--out", tmp_path / "run"
@@ -488,7 +508,7 @@ def test_what_a_tracker_is_told(monkeypatch, toys, toy_run, tmp_path, name):
         assert (x["project"], x["group"], x["name"]) == ("mine", "run", f"run-{i}")
         assert (x["config"]["seed"], x["config"]["num_updates"]) == (i, 12)
         assert ("dir" in x) == (name == "wandb")
-        runs[i].finish.assert_called_once_with()
+        runs[i].finish.assert_called_once_with()  # and one that fails is no failure
         calls = runs[i].log.call_args_list
         if i == 0:  # the levels' picture, once
             assert calls.pop() == (({"levels": tracker.Image.return_value},), {"step": 12})

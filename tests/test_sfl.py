@@ -125,7 +125,14 @@ def test_scoring_counts_as_steps_of_the_environment():
     assert 0 <= after.more_steps < batch < steps.sum()
 
 
-@pytest.mark.parametrize("most", [0, 50])
+def test_one_level_cannot_take_all_steps():
+    least = COPIES * SMALL.max_steps
+    sfl.make_train(replace(SMALL, candidate_steps=least))
+    with pytest.raises(sfl.BadConfig, match=f"candidate_steps = {least - 1}, .* at least {least}"):
+        sfl.make_train(replace(SMALL, candidate_steps=least - 1))
+
+
+@pytest.mark.parametrize("most", [0, COPIES * SMALL.max_steps])
 def test_each_level_of_a_queue_is_played_in_turn_from_a_fresh_memory(most):
     """Compared with a plain loop over the episodes of each queue, with the same noise."""
     B, Q = 6, 3
