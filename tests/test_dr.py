@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 import amaze  # noqa: E402
 import dr  # noqa: E402
+import paired  # noqa: E402
 import s5  # noqa: E402
 
 SMALL = dr.Config(
@@ -293,6 +294,24 @@ def test_initialisation(rnn, gates):
     assert all((x == 0).all() for path, x in flat if path[-1].key == "bias")
 
 
+@pytest.mark.parametrize("script", ["dr", "plr", "accel", "paired", "sfl"])
+def test_seeds_begin_with_networks_and_keys_of_their_own(script):
+    """And levels have the height and the width that were asked for."""
+    module = importlib.import_module(script)
+    known = {name: x for name, x in vars(SMALL).items() if hasattr(module.Config, name)}
+    known |= dict(height=4, num_updates=1000)
+    train = module.make_train(module.Config(**known))
+    init = jax.jit(train.init)
+    one, other = (init(jax.random.key(seed)) for seed in (0, 1))
+    learners = "students teacher" if script == "paired" else "student"
+    for name in learners.split():
+        flat = [ravel_pytree(getattr(state, name).params)[0] for state in (one, other)]
+        assert (flat[0] != flat[1]).mean() > 0.8  # but for biases
+    assert (jax.random.key_data(one.rng) != jax.random.key_data(other.rng)).any()
+    for levels, _ in jax.eval_shape(train.show, one).values():
+        assert levels.wall_map.shape[1:] == (4, 5)
+
+
 # --- pure functions
 
 
@@ -473,6 +492,28 @@ def test_minibatches(k):
         assert sorted(orders[-1]) == list(range(8))
     assert orders[0] != orders[1] != orders[2]
     assert close(metrics["explained_variance"], 1 - advantage.var() / target.var())
+
+
+def test_advantages_that_are_nearly_equal_stay_small():
+    """They are divided by their deviation plus 1e-5."""
+    seen = []
+
+    def recorded(params, batch, advantage, target):
+        jax.debug.callback(lambda x: seen.append(x), advantage)
+        return sum(x.sum() for x in jax.tree.leaves(params)), {}
+
+    copy = hacked(dr, {"jax.grad(loss, ": "jax.grad(recorded, "}, recorded=recorded)
+    config = replace(SMALL, num_minibatches=1, update_epochs=1)
+    reward, value, last_value, done = random_rewards(T=16, B=8)
+    reward, value, last_value = (np.float32(1e-5) * x for x in (reward, value, last_value))
+    batch = dr.Transition(reward, reward, reward, reward, value, reward, done)
+    data = jax.tree.map(jnp.asarray, (batch, last_value))
+    part(copy.make_train(config), "learn")(SEED, start().student, 1e-3, *data)
+    jax.effects_barrier()
+    advantage = np.asarray(dr.gae(batch, last_value, config.gamma, config.gae_lambda))
+    expected = advantage.std() / (advantage.std() + 1e-5)
+    assert 0.3 < expected < 0.8
+    assert seen[0].std() == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -720,6 +761,33 @@ def test_evaluation_equals_a_plain_loop():
         expected[f"eval_return/{maze}"] = total[i].mean()
     assert close(found, expected)
     assert close(of_average, expected)
+
+
+def test_an_evaluation_draws_new_noise_for_each_episode_and_step():
+    seen = []
+
+    def still(params, memory, obs, is_first, noise):
+        jax.debug.callback(lambda x: seen.append(np.asarray(x)), noise)
+        return memory, jnp.full(len(noise), amaze.NUM_ACTIONS - 1), None, None
+
+    for module in (dr, paired):
+        seen.clear()
+        who = "" if module is dr else "network, "
+        acts = f"memory, action, _, _ = {{}}({who}params, memory, obs, is_first, noise)\n"
+        acts += "            obs, st"
+        copy = hacked(module, {acts.format("act"): acts.format("still").replace("network, ", "")},
+                      still=still)  # fmt: skip
+        small = dict(rnn="none", height=5, width=5, n_walls=6)
+        play = part(copy.make_train(copy.Config(**small)), "play")
+        levels = amaze.sample_mazes(SEED, ["MiniMaze"], 20)
+        returns = jax.jit(lambda rng: play(rng, None, *levels))(SEED)
+        jax.effects_barrier()
+        noise = np.stack(seen)  # [steps, episodes, actions]
+        assert noise.shape == (72, 20, 7)
+        assert not returns.any()
+        assert len(np.unique(noise)) > 0.99 * noise.size
+        assert abs(noise.mean() - np.euler_gamma) < 0.05
+        assert abs(noise.std() - np.pi / 6**0.5) < 0.05
 
 
 def path_length(walls, agent, goal):

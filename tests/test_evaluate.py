@@ -537,6 +537,32 @@ def test_words_about_seeds(seeds):
     assert words[1].endswith("mazes with a solve rate above tau")
 
 
+def test_the_printed_numbers_are_those_of_the_mazes(capsys):
+    """Solve rate, return, optimal return and length, over seeds and episodes; and the picture."""
+    rng, mazes = np.random.default_rng(0), [SimpleNamespace(name=name) for name in "AB"]
+    returns = np.maximum(rng.random((4, 2, 5)) - 0.4, 0)
+    lengths, optimal = rng.integers(1, 250, (4, 2, 5)), np.array([0.9, np.nan])
+    results = {"x": (returns, lengths)}
+    summaries = {"x": evaluate.summarise(returns, ["A", "B"], 0, False)}
+    evaluate.print_results(results, summaries, ["x"], mazes, optimal)
+    said = capsys.readouterr().out.splitlines()
+    lines = [re.split("  +", x) for x in said if x[:3] in ("A  ", "B  ")]
+    assert len(lines) == 2
+    for m, line in enumerate(lines):
+        mean = (returns[:, m] > 0).mean(), returns[:, m].mean(), lengths[:, m].mean()
+        numbers = [x.split()[0] for x in line[1:]]
+        best = ["0.900"] if m == 0 else []
+        assert numbers == [f"{mean[0]:.3f}", f"{mean[1]:.3f}", *best, f"{mean[2]:.3f}"]
+    points, profile = evaluate.plot_results(results, summaries).axes
+    [bars], [dots] = points.collections, points.lines
+    values = np.array([*summaries["x"].values()])
+    np.testing.assert_allclose(dots.get_ydata(), values[:, 0])
+    np.testing.assert_allclose([x[:, 1] for x in bars.get_segments()], values[:, 1:])
+    tau, share = profile.lines[0].get_data()
+    rates = (returns > 0).mean(2)
+    np.testing.assert_allclose(share, [(rates > x).mean() for x in tau])
+
+
 # --- the command
 
 

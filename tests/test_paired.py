@@ -2,7 +2,7 @@
 
 import sys
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import amaze  # noqa: E402
+import dr  # noqa: E402
 import paired  # noqa: E402
 from paired import Config, make_train  # noqa: E402
 
@@ -301,6 +302,39 @@ def test_polyak_averaging_is_of_the_students():
     for x, y, average in zip(*map(jax.tree.leaves, students)):
         np.testing.assert_allclose(average, x / 5 + 4 * y / 5, atol=1e-6)
     assert after.teacher.average_params is None
+
+
+@pytest.mark.slow
+def test_students_play_learn_and_are_tested_as_in_dr():
+    """A cycle's students equal those that dr.py makes of the same designs with the same keys: its
+    loss, minibatches and optimiser are compared with formulas in test_dr.py."""
+    config = replace(
+        SMALL, anneal_lr=True, num_minibatches=2, max_grad_norm=0.1, gamma=0.8, gae_lambda=0.6,
+        ent_coef=0.03, eval_suite="MiniMaze,TrivialMaze", eval_episodes=8)  # fmt: skip
+    known = {f.name: getattr(config, f.name) for f in fields(dr.Config) if hasattr(config, f.name)}
+    rollout, learn, test = part(dr.make_train(dr.Config(**known)), "rollout", "learn", "evaluate")
+    state = initial_state().replace(cycles=jnp.array(1))
+    queue = jax.tree.map(lambda x: x[:, None], next_designs(config, state))
+    keys = [jax.random.split(rng) for rng in cycle_rngs(state, 5)[1:3]]
+
+    def by_dr(s, student):
+        batch, last_value = rollout(keys[0][s], student.params, queue)
+        learned, _ = learn(keys[1][s], student, config.lr * 2 / 3, batch, last_value)
+        return learned, test(keys[0][0], averaged(student))
+
+    def by_paired(state):
+        train = make_train(config)
+        tested = part(train, "evaluate")(keys[0][0], averaged(state.students))
+        return train.update(state, 1)[0].students, tested
+
+    averaged = lambda agent: agent._replace(
+        average_params=jax.tree.map(lambda x: 5 * x, agent.params))  # fmt: skip
+    expected = jax.jit(lambda x: [by_dr(s, row(x, s)) for s in range(2)])(state.students)
+    found = jax.jit(by_paired)(state)
+    for s in range(2):
+        for x, y in zip(*map(jax.tree.leaves, (row(found, s), expected[s])), strict=True):
+            np.testing.assert_allclose(x, y, 1e-4, 1e-5)
+    assert moved(row(state.students, 0), row(found[0], 0)) > 1e-3
 
 
 def test_students_differ():

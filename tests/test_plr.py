@@ -411,6 +411,19 @@ def test_levels_are_drawn_with_replacement_from_p(serial):
     assert abs(differ - (1 - sum(p**2 for p in expected.values()))) < 0.03
 
 
+def test_levels_are_drawn_with_this_temperature_and_that_weight_of_age():
+    """Which differ here: 1.5 and 0.2."""
+    changes = dict(buffer_size=K, temperature=1.5, staleness_coef=0.2)
+    train = plr.make_train(plr.Config(**SMALL | changes))
+    buffer = jax.tree.map(jnp.asarray, random_buffer(np.random.default_rng(3), K, 50))
+    state = jax.eval_shape(train.init, jax.random.key(0)).replace(buffer=buffer, cycles=50)
+    drawn = jax.jit(jax.vmap(lambda rng: part(train, "sample_replay")(rng, state)[0]))(
+        jax.random.split(jax.random.key(3), 5000))  # fmt: skip
+    drawn = Counter(names(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), drawn)))
+    for level, p in probabilities(contents(buffer), 50, 1.5, 0.2).items():
+        assert abs(drawn[level] / 20_000 - p) < 4.5 * (p * (1 - p) / 20_000) ** 0.5 + 1e-4
+
+
 # --- writing the buffer
 
 

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import jax
 import numpy as np
 import pytest
+from parts import cycle_rngs, part
 from runs import (
     ROOT,
     SHORT,
@@ -114,6 +115,21 @@ def test_the_next_command_resumes(toys, toy_run, tmp_path):
     before = contents(folder)
     assert toys(*words)[0] == 0
     assert contents(folder) == before
+
+
+def test_lines_of_a_run_that_is_made_longer(toys, tmp_path):
+    """They stand at multiples of log_interval again, and the seconds go on."""
+    words = "--log-interval", 4, "--resume", "--out", tmp_path
+    assert toys(*words, "--num-updates", 6)[0] == 0
+    data = dr.read_checkpoint(tmp_path / "checkpoint.msgpack")
+    body = dr.serialization.msgpack_serialize(data | {"seconds": 1000.0})
+    checksum = dr.hashlib.sha256(body).digest()
+    (tmp_path / "checkpoint.msgpack").write_bytes(checksum + body)
+    assert toys(*words, "--num-updates", 14)[0] == 0
+    with open(tmp_path / "logs.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["update"]) for row in rows] == [4, 6, 8, 12, 14]
+    assert [float(row["seconds"]) >= 1000 for row in rows] == [False] * 2 + [True] * 3
 
 
 def test_a_folder_is_looked_at_under_its_lock(toys, toy_run, tmp_path, monkeypatch):
@@ -370,6 +386,30 @@ def test_a_preset_is_where_flags_start(name):
         assert (module.PARALLEL.parallel, module.PLAIN.robust) == (True, False)
 
 
+PUBLISHED = dict(  # of dr.py; what other methods change of it
+    lr=1e-4, num_updates=30_000, num_envs=32, num_evals=1, num_steps=256, update_epochs=5,
+    num_minibatches=1, bptt_horizon=0, gamma=0.995, gae_lambda=0.98, clip_eps=0.2, ent_coef=1e-3,
+    vf_coef=0.5, clip_vloss=True, max_grad_norm=0.5, anneal_lr=False, rnn="lstm", hidden_size=256,
+    s5_layers=2, s5_norm="after", n_walls=60, height=13, width=13, max_steps=250,
+    see_through_walls=True, solvable_only=False, polyak_averaging=False)  # fmt: skip
+REPLAYS = dict(lr=3e-4, gamma=0.999, ent_coef=0.0, num_edits=20, buffer_size=4000, min_fill=0.5)
+OTHER = {
+    "dr": {}, "plr": REPLAYS | dict(num_updates=60_000, temperature=0.3, staleness_coef=0.3),
+    "accel": REPLAYS | dict(num_updates=37_500, n_walls=0, temperature=0.3, staleness_coef=0.5),
+    "paired": dict(teacher_lr=1e-4, teacher_gamma=0.995, teacher_gae_lambda=0.98,
+                   teacher_ent_coef=0.05, teacher_hidden_size=256, num_students=2),
+    "sfl": dict(lr=2.5e-4, anneal_lr=True, num_updates=4_578, num_envs=256, update_epochs=4,
+                num_minibatches=4, gamma=0.99, gae_lambda=0.95, clip_eps=0.04, ent_coef=0.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_defaults_are_the_published_ones(name):
+    config = importlib.import_module(name).Config()
+    expected = {k: x for k, x in (PUBLISHED | OTHER[name]).items() if hasattr(config, k)}
+    assert {k: getattr(config, k) for k in expected} == expected
+
+
 def test_resume_takes_the_fields_of_the_run(toy_run):
     asked = dr.parse([*TOY, "--seeds", "2", "--out", str(toy_run)])
     words = ["--resume", "--out", str(toy_run)]
@@ -406,6 +446,43 @@ def test_help(main, name):
             kind = "{" + ",".join(get_args(field.type)) + "}"
         end = "(repeatable)" if field.name == "sweep" else f"(default:{value or repr(value)})"
         assert squeezed(f"--{flag}{kind}{about[field.name]}{end}") in said, field.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_last_cycles_of_a_training(name):
+    """lr falls to a third, and would be 0 in a fourth cycle; the evaluation after the last cycle,
+    and before only every second one, is of the student that has learned."""
+    module = importlib.import_module(name)
+    numbers = dict(dr=(4, 3), accel=(6, 4)).get(name, (5, 4))  # of keys in a cycle; evaluate's
+    small = dict(
+        rnn="none", hidden_size=4, height=4, width=4, n_walls=2, max_steps=6, num_envs=4,
+        num_steps=8, num_updates=3, lr=0.03, teacher_lr=0.03, anneal_lr=True, update_epochs=2,
+        num_minibatches=1, robust=False, buffer_size=8, num_edits=1, num_candidates=8,
+        candidate_evals=2, teacher_rnn="none", teacher_filters=1, eval_interval=2,
+        eval_suite="TrivialMaze,MiniMaze", eval_episodes=32)  # fmt: skip
+    known = {k: x for k, x in small.items() if hasattr(module.Config, k)}
+    train = module.make_train(module.Config(**known))
+    learner, prefixes = ("students", ["", "antagonist_"]) if name == "paired" else ("student", [""])
+    cycle, states, logs = jax.jit(lambda state: train.update(state, 1)), [], []
+    state = jax.jit(train.init)(jax.random.key(1))
+    for _ in range(4):
+        state, metrics = cycle(state)
+        states.append(state)
+        logs.append(jax.tree.map(lambda x: x[0], metrics))
+    state, after = states[2:]
+    lrs = [metrics["current_lr"] for metrics in logs]
+    np.testing.assert_allclose(lrs, [0.03, 0.02, 0.01, 0], 1e-5, 1e-9)
+    last = cycle_rngs(state.replace(cycles=2), numbers[0])[numbers[1]]
+    found = jax.jit(part(train, "evaluate"))(last, getattr(state, learner))
+    for key, values in found.items():
+        for prefix, value in zip(prefixes, np.atleast_1d(values)):
+            logged = [metrics[prefix + key] for metrics in logs[:3]]
+            assert np.isnan(logged).tolist() == [True, False, False]
+            assert logged[2] == pytest.approx(value, abs=1e-6)
+    for agent in {learner, "teacher"} & {*vars(state)}:
+        leaves_ = [jax.tree.leaves(getattr(x, agent).params) for x in (state, after)]
+        assert all(np.array_equal(x, y) for x, y in zip(*leaves_)), agent
 
 
 # --- rows: seeds and sweeps

@@ -138,3 +138,23 @@ def test_constraints_pin_what_the_requirements_bring():
         name, least = line.split(">=")
         assert number(versions[name]) >= number(least)
     assert versions["jax"] == versions["jaxlib"]
+
+
+def assigned(name):
+    """What make_train assigns before its functions, and between them: name -> texts."""
+    [train] = [x for x in ast.parse(halves(name)[0]).body if getattr(x, "name", "") == "make_train"]
+    found = {}
+    for node in train.body:
+        if isinstance(node, ast.Assign):
+            found.setdefault(ast.unparse(node.targets[0]), []).append(ast.unparse(node))
+    return found
+
+
+@pytest.mark.parametrize("first, second", PAIRS)
+def test_shared_statements_of_make_train_are_the_same(first, second):
+    """The optimiser, the core, the network and so on; but for `deals` and blocks."""
+    one, other = assigned(first), assigned(second)
+    names = {*one} & {*other} - {"deals", "blocks", "trajectories"}
+    assert {"clip", "optimiser", "core", "network", "horizon", "level_stats"} <= names
+    assert {name for name in names if one[name] != other[name]} <= {
+        "(train.act, train.initial_carry)"}  # fmt: skip
