@@ -10,7 +10,7 @@ the first functions, too.
 import argparse
 import re
 import sys
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import matplotlib.style
@@ -498,6 +498,52 @@ def draw_ladder():
     return figure
 
 
+CURVES = {"theirs": ("C1", "-"), "ours": ("C0", "-"), "ours, heads": ("C3", ":"),
+          "ours, alike": ("C2", "--")}  # fmt: skip
+PEERS = {"jaxued": "JaxUED", "minimax": "minimax"}
+LEARNED = {"random_return": "return on random levels", "solve_rate": SUITES["dcd"]}
+
+
+def peers():
+    """{(settings, method): {curve: {column: values [S, checkpoints]}}} of peers/learning.csv: the
+    trainings that have reached 1,000 updates."""
+    runs = {}
+    for row in read(HERE / "peers" / "learning.csv"):
+        curve = "ours" * (row["library"] == "ours") or "theirs"
+        curve = ", ".join(filter(None, [curve, row["variant"]]))
+        curves = runs.setdefault((row["settings"], row["method"]), {})
+        curves.setdefault(curve, {}).setdefault(row["seed"], []).append(row)
+    values = lambda seeds, name: np.array([[float(row[name]) for row in x] for x in seeds])
+    found = {}
+    for pair, curves in runs.items():
+        for curve in [x for x in CURVES if x in curves]:
+            whole = [x for x in curves[curve].values() if float(x[-1]["updates"]) >= 1000]
+            columns = {name: values(whole, name) for name in ("updates", "seconds", *LEARNED)}
+            found.setdefault(pair, {})[curve] = columns
+    return found
+
+
+def draw_peers():
+    found = peers()
+    figure, axes = new(0.6 + 2.6 * len(found), len(found), 3)
+    figure.set_figwidth(9)
+    shown = [(x, y) for x in ("updates", "seconds") for y in LEARNED][:3]
+    for axis, (pair, (x, y)) in zip(axes, product(found, shown)):
+        for curve, (color, dash) in CURVES.items():
+            if columns := found[pair].get(curve):
+                at = columns[x] / (60 if x == "seconds" else 1)
+                axis.plot(at.T, columns[y].T, dash, color=color, lw=0.6, alpha=0.5)
+                label = PEERS[pair[0]] if curve == "theirs" else curve
+                axis.plot(at.mean(0), columns[y].mean(0), dash, color=color, lw=2.5, label=label)
+        axis.set_title(f"{TITLES[pair[1]]}, {PEERS[pair[0]]}'s settings", fontsize=10)
+        axis.set_xlabel("PPO updates" if x == "updates" else "minutes of one core", fontsize=10)
+        axis.set_ylabel(LEARNED[y], fontsize=10)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=9)
+    return figure
+
+
 def published():
     """Cycles [n] and solve rates on dcd's mazes [n, S] of published trainings of PLR by S5."""
     found = {}
@@ -537,6 +583,7 @@ PICTURES = {  # name: the function that draws it, the files that it reads
     "averaging": (draw_averaging, (*TABLES, "search/last_parameters.csv")),
     "memory": (draw_memory, ("search/memory.csv",)),
     "sharded": (draw_sharded, ("search/sharded.csv",)),
+    "peers": (draw_peers, ("peers/learning.csv",)),
     "published": (draw_published, ("results/gpu/h200_s5/logs.csv.gz",)),
     "ladder": (draw_ladder, ("search/ladder.csv",)),
     "batch": (draw_batch, ("search/batch.csv", "search/batch_curves.csv")),

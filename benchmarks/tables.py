@@ -345,6 +345,23 @@ def ladder():
         before = found
 
 
+def peers():
+    minus = "minus the peer's", "mean of six tests, minus the peer's"
+    yield ("1,000 PPO updates", "seeds", "return on random levels", *minus, "dcd's mazes", *minus,
+           "minutes")  # fmt: skip
+    for (peer, method), curves in pictures.peers().items():
+        for curve, columns in curves.items():
+            whose = pictures.PEERS[peer] if curve == "theirs" else curve
+            cells = [f"{TITLES[method]} of {whose}" if curve == "theirs" else whose]
+            cells.append(len(columns["updates"]))
+            for name in pictures.LEARNED:
+                ours, theirs = columns[name], curves["theirs"][name]
+                cells.append(show(*pictures.interval(ours[:, -1])))
+                for x, y in ((ours[:, -1], theirs[:, -1]), (ours.mean(1), theirs.mean(1))):
+                    cells.append("" if curve == "theirs" else signed(*pictures.gain(x, y)))
+            yield *cells, show(columns["seconds"][:, -1].mean() / 60, digits=1)
+
+
 def published():
     cycles, rates = pictures.published()
     shown = 1000, 2000, 4000, 8000, 12_000, 16_000
@@ -384,7 +401,7 @@ def gpu():
 
 TABLES = {f.__name__: f for f in (
     readme, methods, length, quick, differences, regret, rates, paired, estimates, optimistic,
-    lacks, memory, sharded, batch, ladder, published, speed, dcd, gpu)}  # fmt: skip
+    lacks, memory, sharded, batch, ladder, peers, published, speed, dcd, gpu)}  # fmt: skip
 
 
 def markdown(rows):
