@@ -525,10 +525,8 @@ def peers():
 
 def draw_peers():
     found = peers()
-    figure, axes = new(0.6 + 2.6 * len(found), len(found), 3)
-    figure.set_figwidth(9)
-    shown = [(x, y) for x in ("updates", "seconds") for y in LEARNED][:3]
-    for axis, (pair, (x, y)) in zip(axes, product(found, shown)):
+    figure, axes = new(5.2 * len(found), 2 * len(found), 2)
+    for axis, (pair, x, y) in zip(axes, product(found, ("updates", "seconds"), LEARNED)):
         for curve, (color, dash) in CURVES.items():
             if columns := found[pair].get(curve):
                 at = columns[x] / (60 if x == "seconds" else 1)
