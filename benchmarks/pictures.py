@@ -525,20 +525,22 @@ def peers():
 
 def draw_peers():
     found = peers()
-    figure, axes = new(5.2 * len(found), 2 * len(found), 2)
-    for axis, (pair, x, y) in zip(axes, product(found, ("updates", "seconds"), LEARNED)):
-        for curve, (color, dash) in CURVES.items():
-            if columns := found[pair].get(curve):
-                at = columns[x] / (60 if x == "seconds" else 1)
-                axis.plot(at.T, columns[y].T, dash, color=color, lw=0.6, alpha=0.5)
-                label = PEERS[pair[0]] if curve == "theirs" else curve
-                axis.plot(at.mean(0), columns[y].mean(0), dash, color=color, lw=2.5, label=label)
-        axis.set_title(f"{TITLES[pair[1]]}, {PEERS[pair[0]]}'s settings", fontsize=10)
-        axis.set_xlabel("PPO updates" if x == "updates" else "minutes of one core", fontsize=10)
-        axis.set_ylabel(LEARNED[y], fontsize=10)
+    panels = ("updates", "random_return"), ("seconds", "random_return"), ("updates", "solve_rate")
+    figure, axes = new(2.4 * len(found), len(found), len(panels))
+    for axis, ((peer, method), (x, y)) in zip(axes, product(found, panels)):
+        for curve, columns in found[peer, method].items():
+            at, (color, dash) = columns[x] / (60 if x == "seconds" else 1), CURVES[curve]
+            axis.plot(at.T, columns[y].T, dash, color=color, lw=0.5, alpha=0.5)
+            label = PEERS[peer] if curve == "theirs" else curve
+            axis.plot(at.mean(0), columns[y].mean(0), dash, color=color, lw=2, label=label)
+        if x == "seconds":  # the panel in the middle
+            axis.set_title(f"{TITLES[method]} by {PEERS[peer]}'s settings", fontsize=10)
+        axis.set_xlabel("PPO updates" if x == "updates" else "minutes of one core", fontsize=9)
+        axis.set_ylabel(LEARNED[y], fontsize=9)
         axis.set_ylim(bottom=0)
+        axis.tick_params(labelsize=9)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=9)
+        axis.legend(fontsize=7)
     return figure
 
 

@@ -338,10 +338,8 @@ def ladder():
         cells += [show(*pictures.interval(steps["dcd"][change]))]
         cells += [show(steps["hardest_tenth"][change].mean())]
         alone = without.get(change)
-        yield (
-            *cells,
-            *([show(alone.mean()), signed(*pictures.gain(alone, fast))] if change else ["", ""]),
-        )
+        cells += [show(alone.mean()), signed(*pictures.gain(alone, fast))] if change else ["", ""]
+        yield cells
         before = found
 
 
