@@ -349,9 +349,9 @@ def peers():
            "minutes")  # fmt: skip
     for (peer, method), curves in pictures.peers().items():
         for curve, columns in curves.items():
-            whose = pictures.PEERS[peer] if curve == "theirs" else curve
-            cells = [f"{TITLES[method]} of {whose}" if curve == "theirs" else whose]
-            cells.append(len(columns["updates"]))
+            titles = {"theirs": f"{TITLES[method]} of {pictures.PEERS[peer]}",
+                      "ours, heads": "ours, with its heads"}  # fmt: skip
+            cells = [titles.get(curve, curve), len(columns["updates"])]
             for name in pictures.LEARNED:
                 ours, theirs = columns[name], curves["theirs"][name]
                 cells.append(show(*pictures.interval(ours[:, -1])))
