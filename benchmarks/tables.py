@@ -30,9 +30,9 @@ UNPUBLISHED = {f"{x}_{score}": f"{TITLES[x]}, {word}" for score, word in (
 
 
 def show(*values, digits=3):
-    """A number, or a value with its interval: "0.926 [0.894, 0.953]"."""
+    """A number, or a value with its interval, if there is one: "0.926 [0.894, 0.953]"."""
     value, *ends = (f"{round(float(x), digits) + 0.0:.{digits}f}" for x in values)
-    return f"{value} [{', '.join(ends)}]" if ends else value
+    return f"{value} [{', '.join(ends)}]" if ends and "nan" not in ends else value
 
 
 def signed(*values):
