@@ -519,7 +519,8 @@ def peers():
         for curve in [x for x in CURVES if x in curves]:
             whole = [x for x in curves[curve].values() if float(x[-1]["updates"]) >= 1000]
             columns = {name: values(whole, name) for name in ("updates", "seconds", *LEARNED)}
-            found.setdefault(pair, {})[curve] = columns
+            if whole:
+                found.setdefault(pair, {})[curve] = columns
     return found
 
 
@@ -544,10 +545,13 @@ def draw_peers():
     return figure
 
 
-def published():
-    """Cycles [n] and solve rates on dcd's mazes [n, S] of published trainings of PLR by S5."""
+EXPERIMENTS = {"S5": "results/gpu/h200_s5/logs.csv.gz", "LSTM": "results/published/plr/logs.csv"}
+
+
+def published(core):
+    """Cycles [n] and solve rates on dcd's mazes [n, S] of the published trainings of PLR."""
     found = {}
-    for row in read(RESULTS / "gpu" / "h200_s5" / "logs.csv.gz"):
+    for row in read(HERE / EXPERIMENTS[core]):
         if row["eval_solve_rate"]:
             found.setdefault(int(row["update"]), []).append(float(row["eval_solve_rate"]))
     return np.array([*found]), np.array([*found.values()])
@@ -555,10 +559,11 @@ def published():
 
 def draw_published():
     figure, [axis] = new(3.8)
-    cycles, rates = published()
-    axis.plot(cycles, rates, color="C0", lw=0.7, alpha=0.4)
-    mean = "robust PLR by S5, mean of eight seeds"
-    axis.plot(cycles, rates.mean(1), color="C0", lw=2.5, label=mean)
+    for color, core in zip(("C0", "C1"), EXPERIMENTS):
+        cycles, rates = published(core)
+        axis.plot(cycles, rates, color=color, lw=0.7, alpha=0.4)
+        label = f"robust PLR by {core}, mean of {rates.shape[1]}"
+        axis.plot(cycles, rates.mean(1), color=color, lw=2.5, label=label)
     files = np.mean([robust for _, robust, _ in PUBLISHED.values()])
     axis.axhline(MEANS["plr"], color="0.3", ls="--", label="minimax's paper, 30,000 updates")
     axis.axhline(files, color="0.3", ls=":", label="dcd's files, 20,000 updates")
@@ -584,7 +589,7 @@ PICTURES = {  # name: the function that draws it, the files that it reads
     "memory": (draw_memory, ("search/memory.csv",)),
     "sharded": (draw_sharded, ("search/sharded.csv",)),
     "peers": (draw_peers, ("peers/learning.csv",)),
-    "published": (draw_published, ("results/gpu/h200_s5/logs.csv.gz",)),
+    "published": (draw_published, tuple(EXPERIMENTS.values())),
     "ladder": (draw_ladder, ("search/ladder.csv",)),
     "batch": (draw_batch, ("search/batch.csv", "search/batch_curves.csv")),
     "other": (draw_other, tuple(f"figures/{x}.csv" for x in ("navix", "cartpole", "craftax"))),
