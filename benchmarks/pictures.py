@@ -43,7 +43,8 @@ def gain(x, y):
     """Mean of some seeds minus that of others -> value, low, high: a bootstrap over seeds."""
     rng = np.random.default_rng(0)
     means = [rng.choice(z, (20_000, len(z))).mean(1) for z in (x, y)]
-    return np.array([x.mean() - y.mean(), *np.quantile(means[0] - means[1], (0.025, 0.975))])
+    ends = np.quantile(means[0] - means[1], (0.025, 0.975))
+    return np.array([x.mean() - y.mean(), *(ends if min(len(x), len(y)) > 2 else [np.nan] * 2)])
 
 
 def difference(one, other, suite="dcd"):
