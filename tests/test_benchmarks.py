@@ -385,3 +385,8 @@ def test_the_ladder_leads_from_the_published_settings_to_fast():
     for row in parts["without"]:
         others = [x for name, x in flags.items() if name != row["change"]]
         assert read_flags(row["flags"]) == read_flags(" ".join(others))
+
+
+def test_two_seeds_have_no_interval():
+    shown = [tables.signed(*pictures.gain(np.arange(n) + 2.0, np.ones(6))) for n in (2, 3)]
+    assert shown[0] == "+1.500" and shown[1].startswith("+2.000 [")
