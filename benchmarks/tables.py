@@ -365,8 +365,9 @@ def published():
     yield "cycles", *(f"{x:,}" for x in shown)
     for core in pictures.EXPERIMENTS:
         cycles, rates = pictures.published(core)
-        near = [rates[abs(cycles - x) <= 250] for x in shown]  # S5: three evaluations; LSTM: one
-        found, later = [x.mean(0) for x in near if len(x)], [""] * sum(len(x) == 0 for x in near)
+        near = [rates[abs(cycles - x) <= cycles[1] - cycles[0]] for x in shown]  # three evaluations
+        found = [x.mean(0) for x in near if len(x) == 3]
+        later = [""] * (len(shown) - len(found))
         means = [show(*pictures.interval(x)) for x in found]
         yield f"{core}, mean of {rates.shape[1]}", *means, *later
         if rates.shape[1] > 1:
