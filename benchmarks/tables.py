@@ -54,6 +54,15 @@ def difference(one, other, suite):
     return signed(*pictures.difference(one, other, suite))
 
 
+def hardest_difference(one, other):
+    """On each seed's own hardest hundredth; its interval is from those of the groups of seeds in
+    tables.txt, as if they were normally distributed."""
+    one, other = (pictures.worst(x, "worst 1%") for x in (one, other))
+    gain = one[:, 0].mean() - other[:, 0].mean()
+    spread = np.hypot(*(np.linalg.norm(np.ptp(x[:, 1:], 1)) / 2 / len(x) for x in (one, other)))
+    return signed(gain, gain - spread, gain + spread)
+
+
 # --- the data of searches, of a GPU, and of speed.md
 
 
@@ -75,10 +84,22 @@ def hardest_chosen(change, script="plr.py", cycles="7500"):
 
 
 def on_a_gpu(score, rate):
-    """Solve rates on `families` of eight seeds of PLR at a learning rate, trained on an H200."""
-    rows = read(RESULTS / "gpu" / "h200_lr" / f"plr_lr_{score}_families.csv")
+    """Of eight seeds of PLR at a learning rate, trained on an H200: solve rates [8] on `families`,
+    the mean on each one's hardest hundredth."""
+    folder = RESULTS / "gpu" / "h200_lr"
+    rows = read(folder / f"plr_lr_{score}_families.csv")
     rates = [float(row["solve_rate"]) for row in rows if float(row["lr"]) == rate]
-    return np.array(rates).reshape(8, -1).mean(1)
+    rates = np.array(rates).reshape(8, -1).mean(1)
+    head, *lines = (folder / f"plr_lr_{score}_sampled.txt").read_text().splitlines()[1:]
+    [line] = [x for x in lines if f", lr {rate} " in x]
+    place = re.split(r"\s{2,}", head).index("worst 1%")
+    return rates, float(re.split(r"\s{2,}", line)[place].split()[0])
+
+
+def trained_on_a_gpu(name, suite):
+    """Solve rates [32] on a suite of the seeds of a method with --fast, trained on an H200."""
+    rows = read(RESULTS / "gpu" / "h200_whole" / f"{name}_{suite}.csv")
+    return np.array([float(x["solve_rate"]) for x in rows]).reshape(32, -1).mean(1)
 
 
 def swept(**values):
@@ -190,15 +211,16 @@ def differences():
     for one, other in (*combinations(("accel", "sfl", "plr"), 2), ("plr", "dr"), ("dr", "paired")):
         title = f"{TITLES[one]} - {TITLES[other]}".replace("robust ", "")
         yield title, difference(one, other, "dcd"), difference(one, other, "families")
+    both = ([trained_on_a_gpu(x, suite) for x in ("plr", "dr")] for suite in ("dcd", "families"))
+    yield "PLR - DR, 32 seeds each, on an H200", *(signed(*pictures.gain(*x)) for x in both)
 
 
 def regret():
-    yield ("true regret - own score", "dcd's mazes", "`families`", "hardest hundredth by own score",
-           "by the true regret")  # fmt: skip
+    yield "true regret - own score", "dcd's mazes", "`families`", "hardest hundredth"
     for name in ("plr", "accel", "sfl", "paired"):
         knows = f"{name}_oracle"
         yield (TITLES[name], difference(knows, name, "dcd"), difference(knows, name, "families"),
-               hardest(name, "worst 1%"), hardest(knows, "worst 1%"))  # fmt: skip
+               hardest_difference(knows, name))  # fmt: skip
 
 
 def rates():
@@ -218,11 +240,15 @@ def rates():
         script = name.split("_")[0]
         which = change, f"{script}.py", cycles[script]
         old, new = of_seeds(name, "families"), chosen(*which)
+        worst = [float(hardest(name, "worst 1%")), float(hardest_chosen(*which))]
         if more:
-            old, new = (np.append(x, on_a_gpu(more, y)) for x, y in ((old, 2e-3), (new, 6e-3)))
+            (old_8, worst_8), (new_8, new_worst_8) = (on_a_gpu(more, x) for x in (2e-3, 6e-3))
+            worst = np.average([worst, [worst_8, new_worst_8]], axis=0,
+                               weights=[[len(old), len(new)], [8, 8]])  # fmt: skip
+            old, new = np.append(old, old_8), np.append(new, new_8)
         gain = signed(*pictures.gain(new, old))
         yield (title, f"{len(old)}, {len(new)}", show(old.mean()), show(new.mean()), gain,
-               hardest(name, "worst 1%"), hardest_chosen(*which))  # fmt: skip
+               *(show(x) for x in worst))  # fmt: skip
 
 
 def paired():
@@ -246,13 +272,18 @@ def estimates():
 
 def optimistic():
     yield ("run", "dcd's mazes: optimistic - `max_mc`", "`families`: optimistic - `max_mc`",
-           "optimistic - true regret", "hardest hundredth by `max_mc`", "optimistic")  # fmt: skip
+           "`families`: optimistic - true regret",
+           "hardest hundredth: optimistic - `max_mc`")  # fmt: skip
     titles = {"plr_3300": "PLR, 3,300 cycles", "plr": "PLR, 7,500 cycles", "accel": "ACCEL"}
     for name, title in titles.items():
         hopes = f"{name}_optimistic"
-        yield (title, difference(hopes, name, "dcd"), difference(hopes, name, "families"),
-               difference(hopes, f"{name}_oracle", "families"), hardest(name, "worst 1%"),
-               hardest(hopes, "worst 1%"))  # fmt: skip
+        yield (
+            title,
+            difference(hopes, name, "dcd"),
+            difference(hopes, name, "families"),
+            difference(hopes, f"{name}_oracle", "families"),
+            hardest_difference(hopes, name),
+        )
 
 
 def lacks():
@@ -395,8 +426,7 @@ def dcd():
 def gpu():
     yield "`--fast` on an H200", "trainings", "minutes", "dcd's mazes", "of them on a CPU"
     for name in ("plr", "dr"):
-        rows = read(RESULTS / "gpu" / "h200_whole" / f"{name}_dcd.csv")
-        found = np.array([float(x["solve_rate"]) for x in rows]).reshape(32, -1)
+        found = trained_on_a_gpu(name, "dcd")
         spent = training_minutes("h200_whole", f"{name} fast")
         yield TITLES[name], 32, spent, show(*pictures.interval(found)), mean(name, "dcd")
     yield "ACCEL", 32, training_minutes("h200_lr", "accel fast, sweep"), "", ""

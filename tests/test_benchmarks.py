@@ -41,7 +41,8 @@ def anchors(path):
         yield re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-PAGES = "README.md", "benchmarks/README.md", "benchmarks/RESULTS.md", "benchmarks/HOW.md"
+PAGES = [f"benchmarks/{x}.md" for x in ("README", "RESULTS", "HOW")]
+PAGES += ["README.md", "examples/README.md", "examples/SWITCHING.md"]
 
 
 @pytest.mark.parametrize("name", PAGES)
