@@ -388,6 +388,13 @@ def test_the_ladder_leads_from_the_published_settings_to_fast():
         assert read_flags(row["flags"]) == read_flags(" ".join(others))
 
 
+def test_differences_on_the_hardest_levels_have_an_interval(monkeypatch):
+    """Two groups of seeds with half widths of 0.1, minus one: sqrt(0.1² / 2 + 0.1²) = 0.122."""
+    groups = {"one": [[0.6, 0.5, 0.7], [0.5, 0.4, 0.6]], "other": [[0.3, 0.2, 0.4]]}
+    monkeypatch.setattr(tables.pictures, "worst", lambda name, _: np.array(groups[name]))
+    assert tables.hardest_difference("one", "other") == "+0.250 [0.128, 0.372]"
+
+
 def test_two_seeds_have_no_interval():
     shown = [tables.signed(*pictures.gain(np.arange(n) + 2.0, np.ones(6))) for n in (2, 3)]
     assert shown[0] == "+1.500" and shown[1].startswith("+2.000 [")
