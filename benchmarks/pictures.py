@@ -353,8 +353,7 @@ def sharded(column):
     """{kind: solve rates [S]} of a column of search/sharded.csv; one buffer is the first kind."""
     kinds = {}
     for row in read(SEARCH / "sharded.csv"):
-        number = int(row["num_buffers"])
-        kind = f"{number} of {4000 // number:,} levels"
+        kind = f"{row['num_buffers']} of {int(row['slots']):,} levels"
         kind += ", advantages\nnormalised over all" * (row["normalised_by"] == "all")
         kinds.setdefault(kind, []).append(float(row[column]))
     return {kind: np.array(rates) for kind, rates in kinds.items()}
