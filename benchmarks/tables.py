@@ -402,7 +402,7 @@ def published():
         means = [show(*pictures.interval(x)) for x in found]
         yield f"{core}, mean of {rates.shape[1]}", *means, *later
         if rates.shape[1] > 1:
-            yield "of the seeds", *(f"{x.min():.2f} to {x.max():.2f}" for x in found)
+            yield "of the seeds", *(f"{x.min():.2f} to {x.max():.2f}" for x in found), *later
 
 
 def speed():

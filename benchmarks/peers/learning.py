@@ -11,9 +11,10 @@ episodes of dr.py go on from one update to the next, as JaxUED's do; minimax_dr.
 recurrent state although episodes are new, as minimax does.
 
 At checkpoints, counted in PPO updates of the student, the agent plays dcd's twelve mazes, 10
-episodes each, and one episode on each of 500 random levels, the same for all. One row of the table
-for each run and checkpoint. Seconds are those of the CPU in training without compilation; run it on
-one core (taskset -c 1). --check compares the environments, parity.py the updates.
+episodes each, and one episode on each of 500 random levels, the same for all. For each run and
+checkpoint --out gets one row, by default learning.csv in the current folder. Seconds are those of
+the CPU in training without compilation; run it on one core (taskset -c 1). --check compares the
+environments, parity.py the updates.
 """
 
 import argparse
@@ -324,7 +325,7 @@ def main():
     parser.add_argument("--check", action="store_true", help="only compare the environments")
     parser.add_argument("--until", type=int, default=10**9, help="updates after which to stop")
     parser.add_argument("--keep", type=Path, help="folder for states, from which runs go on")
-    parser.add_argument("--out", type=Path, default=HERE / "learning.csv")
+    parser.add_argument("--out", type=Path, default=Path("learning.csv"))
     options = parser.parse_args()
     settings = {name: json.loads(value) for name, value in (x.split("=") for x in options.set)}
     if options.library == "ours":
