@@ -488,11 +488,13 @@ def load(path, script=(), agent="protagonist", trainings=0):
     names, params = read_students(data["state"], config)
     wanted = {"all": names, "protagonist": names[:1]} | {name: [name] for name in names}
     demand_known("agent", [agent], wanted)
-    agents = [row | {"agent": name} for row in data["rows"][: trainings or None] for name in names]
+    order = "seed", *(sweep.partition("=")[0] for sweep in stored["sweep"])  # msgpack sorts keys
+    rows = [{key: row[key] for key in order} for row in data["rows"]]
+    agents = [row | {"agent": name} for row in rows[: trainings or None] for name in names]
     chosen = [i for i, x in enumerate(agents) if x["agent"] in wanted[agent]]
     agents, params = [agents[i] for i in chosen], jax.tree.map(lambda x: x[chosen], params)
     folder, about = folder.resolve(), (Path(stored["script"]).stem, data["cycles"])
-    swept = {name: x for name, x in data["rows"][0].items() if name != "seed"}
+    swept = {name: x for name, x in rows[0].items() if name != "seed"}
     train = module.make_train(replace(config, **swept))
     made = agents, params, train, module.amaze, script, stored
     return Run(folder.name, folder, *about, *made)
@@ -589,7 +591,8 @@ def group_seeds(run):
         point = point_name({k: x for k, x in agent.items() if k not in ("seed", "agent")})
         label = ", ".join(filter(None, [f"{run.name} @{run.update}", role, point]))
         groups.setdefault((point, label), []).append(i)
-    best_first = sorted(groups, key=lambda x: run.ranking.index(x[0]) if x[0] in run.ranking else 0)
+    place = {point: i for i, point in enumerate(run.ranking)}
+    best_first = sorted(groups, key=lambda x: place.get(x[0], len(place)))
     return {label: groups[point, label] for point, label in best_first}
 
 
@@ -687,6 +690,8 @@ def read_sweep(path, names):
         scores = of_point.setdefault(row["seed"], [0.0])
         if "inf" in row.values() or row[column] != "":
             scores.append(np.nan if "inf" in row.values() else float(row[column]))
+    if len({len(of_point) for of_point in points.values()}) > 1:
+        raise BadConfig(f"{path} has no row yet of some trainings")
     last = lambda scores: np.nan if np.isnan(scores).any() else scores[-1]
     scores = np.array([[last(x) for x in of_point.values()] for of_point in points.values()])
     return dict(zip(names, np.transpose(list(points)))), column, scores

@@ -923,8 +923,9 @@ def test_without_runs(capsys, monkeypatch):
 def write_sweep(folder, scores, diverged=(), column="eval_solve_rate"):
     """Write logs.csv of a sweep as a run does; scores {(lr, gamma): one for each seed}."""
     folder.mkdir(exist_ok=True)
-    sweep = ["lr=log:1e-5:1e-3:3", "gamma=0.9,0.99"]
-    (folder / "config.json").write_text(json.dumps({"script": "dr.py", "sweep": sweep}))
+    config = {"script": "dr.py", "sweep": ["lr=log:1e-5:1e-3:3", "gamma=0.9,0.99"]}
+    if not (folder / "config.json").exists():
+        (folder / "config.json").write_text(json.dumps(config))
     with open(folder / "logs.csv", "w", newline="") as file:
         names = ["update", "seed", "lr", "gamma", "policy_loss", "train_solve_rate"]
         names += ["eval_solve_rate"] * (column == "eval_solve_rate")
@@ -984,13 +985,20 @@ def test_a_sweep_of_two_seeds_has_no_intervals(tmp_path, capsys, monkeypatch):
     assert {"sweep_sweep.png", "sweep_other.png"} < pictures
 
 
+def test_a_sweep_whose_trainings_have_not_all_a_row(tmp_path, capsys, monkeypatch):
+    """As while the first block of rows is being written."""
+    write_sweep(tmp_path / "sweep", {(1e-5, 0.9): [0.5, 0.6], (1e-4, 0.9): [0.7]})
+    status, _, errors = call(capsys, monkeypatch, tmp_path / "sweep", "--mazes", "MiniMaze")
+    assert (status, len(errors)) == (2, 1)
+    assert "logs.csv has no row yet of some trainings" in errors[0]
+
+
 def test_a_sweeps_best_point_is_shown_and_others_on_request(tmp_path, capsys, monkeypatch):
-    """All are played, and stand in results.csv; names are ordered as in the ranking."""
+    """All are played, and stand in results.csv; names are ordered as in --sweep, not by letters."""
+    config = dr.Config(**TINY | {"sweep": ("lr=1e-5,1e-4", "gamma=0.9")})
+    state = jax.vmap(dr.make_train(config).init)(jax.vmap(jax.random.key)(np.arange(4)))
+    evaluate.save(tmp_path / "sweep", config, state.replace(cycles=np.ones(4, int)))
     write_sweep(tmp_path / "sweep", {(1e-5, 0.9): [0.5, 0.6], (1e-4, 0.9): [0.7, 0.8]})
-    points = [{"lr": lr, "gamma": 0.9} for lr in (1e-5, 1e-4)]
-    agents = [{"seed": s} | x | {"agent": "student"} for x in points for s in (0, 1)]
-    run = evaluate.Run("sweep", tmp_path / "sweep", "dr", 1, agents, {}, SimpleNamespace())
-    monkeypatch.setattr(evaluate, "load", lambda *args: run)
     monkeypatch.setattr(evaluate, "play", lambda *args: np.ones((2, 4, 1, 2)))
     labels = [f"sweep @1, lr {lr}, gamma 0.9" for lr in (0.0001, "1e-05")]
     out = tmp_path / "results"
