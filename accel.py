@@ -36,7 +36,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -162,8 +161,7 @@ class Buffer(NamedTuple):
     max_return: jax.Array  # [K] the best return seen so far
     remembered: dict  # {name: [K]}, what REMEMBERED names
     stats: dict  # {name: [K]}, level_stats of the environment
-    mutations: jax.Array  # [K] generations of edits since the base level
-    origin: jax.Array  # [K] number of the base level that it descends from
+    mutations: jax.Array  # [K] generations of edits; 0 in plr.py
     touched: jax.Array  # [K] cycle in which it was last sampled or inserted
 
 
@@ -395,7 +393,7 @@ def make_train(config, devices=1):
         slot = Buffer(
             level=level, code=amaze.level_code(level), scored=False, score=0.0, max_return=0.0,
             remembered=dict.fromkeys(REMEMBERED, 0.0), stats=stats,
-            mutations=0, origin=0, touched=0)  # fmt: skip
+            mutations=0, touched=0)  # fmt: skip
         free = lambda x: jnp.zeros((config.buffer_size, *jnp.shape(x)), jnp.result_type(x))
         buffer, zero = jax.tree.map(free, slot), jnp.zeros((), int)
         return RunnerState(rng, zero, zero, zero, student, buffer)
@@ -563,12 +561,10 @@ def make_train(config, devices=1):
 
     prioritisation = config.temperature, config.staleness_coef
 
-    def sample_fresh(rng, state, block=0):
-        """N random levels, each with an origin of its own -> levels, mutations, origins, whether
-        they are replayed."""
+    def sample_fresh(rng, state):
+        """N random levels -> levels, mutations, whether they are replayed."""
         none = jnp.zeros(config.num_envs, int)
-        origin = (blocks * state.cycles + block) * config.num_envs + jnp.arange(config.num_envs)
-        return sample_levels(rng, config.num_envs), none, origin, none > 0
+        return sample_levels(rng, config.num_envs), none, none > 0
 
     def sample_replay(rng, state):
         """N levels drawn from the buffer with replacement -> as above. They are fresh levels while
@@ -576,7 +572,7 @@ def make_train(config, devices=1):
         buffer = state.buffer
         probability = replay_probabilities(buffer, state.cycles, *prioritisation)
         slot = jax.random.choice(rng, config.buffer_size, (config.num_envs,), p=probability)
-        drawn = buffer.level, buffer.mutations, buffer.origin, buffer.scored
+        drawn = buffer.level, buffer.mutations, buffer.scored
         drawn = jax.tree.map(lambda x: x[slot], drawn)
         choose = partial(jax.vmap(jnp.where), buffer.scored[slot])
         return jax.tree.map(choose, drawn, sample_fresh(rng, state))
@@ -586,14 +582,14 @@ def make_train(config, devices=1):
         fresh before replay starts -> as above."""
         choice = jax.lax.cond(replay, sample_replay, sample_fresh, rng_choice, state)
         if config.parallel:
-            parts = [sample_fresh(rng_fresh, state, 1), choice]
+            parts = [sample_fresh(rng_fresh, state), choice]
             if config.num_edits:
-                no_edit = lambda rng, *_: sample_fresh(rng, state, 2)
+                no_edit = lambda rng, *_: sample_fresh(rng, state)
                 parts.append(jax.lax.cond(replay, edit, no_edit, rng_edit, *choice))
             choice = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
         return choice
 
-    def edit(rng, levels, mutations, origin, replayed):
+    def edit(rng, levels, mutations, replayed):
         """A child of each level, made by num_edits edits -> as above."""
 
         def child(rng, level):
@@ -601,9 +597,9 @@ def make_train(config, devices=1):
             return amaze.sample_solvable(rng, draw) if config.solvable_only else draw(rng)
 
         rngs = jax.random.split(rng, config.num_envs)
-        return jax.vmap(child)(rngs, levels), mutations + 1, origin, replayed & False
+        return jax.vmap(child)(rngs, levels), mutations + 1, replayed & False
 
-    def score(state, levels, mutations, origin, batch, last_value):
+    def score(state, levels, mutations, batch, last_value):
         """Score the levels [N] by their batch -> entries for the buffer, their slots."""
         stats = level_stats(levels)
         code = jax.vmap(amaze.level_code)(levels)
@@ -622,7 +618,7 @@ def make_train(config, devices=1):
         entries = Buffer(
             level=levels, code=code, scored=(episodes > 0) & ~jnp.isnan(chosen), score=chosen,
             max_return=max_return, remembered=remembered, stats=stats, mutations=mutations,
-            origin=origin, touched=jnp.full(len(code), state.cycles))  # fmt: skip
+            touched=jnp.full(len(code), state.cycles))  # fmt: skip
         return entries, slot
 
     def child_stats(buffer, entries, slot, where=1.0):
@@ -637,7 +633,7 @@ def make_train(config, devices=1):
         children = edit(rng_edit, *parents)
         queue = jax.tree.map(lambda x: x[:, None], children[0])
         batch, last_value = rollout(rng_rollout, state.student.params, queue)
-        entries, slot = score(state, *children[:3], batch, last_value)
+        entries, slot = score(state, *children[:2], batch, last_value)
         buffer = write_buffer(state.buffer, entries, slot, state.cycles, *prioritisation)
         return state.replace(buffer=buffer), child_stats(buffer, entries, slot)
 
@@ -679,7 +675,7 @@ def make_train(config, devices=1):
         # 1. CHOOSE LEVELS
         replay = replays(state.cycles)
         choice = choose_levels(rng_fresh, rng_choice, rng_edit, state, replay)
-        levels, mutations, origin, replayed = choice
+        levels, mutations, replayed = choice
         is_child = replay & (jnp.arange(len(mutations)) >= 2 * config.num_envs)  # if parallel
 
         # 2. ROLL OUT
@@ -687,7 +683,7 @@ def make_train(config, devices=1):
         batch, last_value = rollout(rng_rollout, state.student.params, queue)
 
         # 3. SCORE
-        entries, slot = score(state, levels, mutations, origin, batch, last_value)
+        entries, slot = score(state, levels, mutations, batch, last_value)
 
         # 4. WRITE THE BUFFER
         buffer = write_buffer(state.buffer, entries, slot, state.cycles, *prioritisation)
@@ -727,17 +723,8 @@ def make_train(config, devices=1):
         """Train for so many cycles -> RunnerState, metrics {name: [cycles]}."""
         return jax.lax.scan(cycle, state, None, length=cycles)
 
-    def lineage(buffer, slot):
-        """Levels that descend from the same base level as the one in the slot, by generation."""
-        family = buffer.scored & (buffer.origin == buffer.origin[slot])
-        order = jnp.argsort(jnp.where(family, buffer.mutations, 2**30))
-        last = jnp.maximum(family.sum() - 1, 0)
-        members = order[jnp.linspace(0, last, 16).astype(int)]
-        levels, mutations = jax.tree.map(lambda x: x[members], (buffer.level, buffer.mutations))
-        return levels, {"generation": mutations, "score": buffer.score[members]}
-
     def show(state):
-        """16 random levels, the 16 most likely to be replayed, the lineage of the first of them."""
+        """16 random levels and the 16 most likely to be replayed: {title: (levels, captions)}."""
         fresh = sample_levels(jax.random.fold_in(state.rng, state.cycles), 16)
         probability = replay_probabilities(state.buffer, state.cycles, *prioritisation)
         top = jnp.argsort(-probability)[:16]
@@ -747,7 +734,6 @@ def make_train(config, devices=1):
         return {
             "drawn at random" + not_learned: (fresh, level_stats(fresh)),
             "replayed, the most probable first": (best.level, about),
-            "the first one's relatives, by generation": lineage(state.buffer, top[0]),
         }
 
     def train(rng):
@@ -779,6 +765,7 @@ RANGES = {  # of fields, teacher_ fields included
     (0, 1): "gamma gae_lambda replay_prob staleness_coef min_fill",
 }
 gather = partial(multihost_utils.process_allgather, tiled=True)  # whole arrays
+maze_names = lambda suite: amaze.SUITES.get(suite, suite.split(","))  # or a list of mazes
 
 
 class BadConfig(ValueError):
@@ -790,11 +777,6 @@ def demand(condition, config, names, allowed):
     if not condition:
         values = ", ".join(f"{name} = {getattr(config, name)!r}" for name in names.split())
         raise BadConfig(f"{values}: must be {allowed}")
-
-
-def maze_names(suite):
-    """The mazes of a suite, or those of a comma-separated list."""
-    return amaze.SUITES.get(suite, suite.split(","))
 
 
 def check(config):
@@ -1060,7 +1042,7 @@ def catch_signals():
         signal.signal(number, before[number])
         os.write(2, b"\nstops after these cycles; at once if asked again\n")
 
-    if threading.current_thread() is threading.main_thread():
+    with suppress(ValueError):  # only the main thread can
         before = {x: signal.signal(x, note) for x in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield caught
@@ -1156,6 +1138,7 @@ def parse(arguments):
     if not (config.resume and Path(config.out, "config.json").exists()):
         return config
     stored = read_config(config.out)
+    demand(stored.get("script") == SCRIPT, config, "out", f"the folder of a run of {SCRIPT}")
     if config.sweep:
         stored["sweep"] = ()  # tyro appends to it
     known = {field.name: stored[field.name] for field in fields(Config) if field.name in stored}

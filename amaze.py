@@ -19,22 +19,10 @@ words; an observation is one read of five words, a shift, and elementwise operat
 
 Conventions: arrays are indexed [y, x], positions are (x, y). Directions: 0 right, 1 down, 2 left,
 3 up. Actions are MiniGrid's seven: 0 turn left, 1 turn right, 2 forward; 3 to 6 only pass time.
-Walk a maze in the terminal:  python amaze.py Labyrinth
 
-To use another environment, import a module with these names instead (`import mine as amaze`):
-scripts       NUM_ACTIONS; reset(level or queue, max_steps), step, step_and_reset: see over_queues;
-              solved(return of an episode); level_stats(level, max_steps); plot_levels;
-              TEST_MAZES {name: (sample(rng) -> level, max_steps)}, SUITES, sample_mazes;
-              sample_level, and whatever else sample_levels and Config of the script use
-plr, accel    level_code(level) -> an array, equal for equal levels
-accel         edit_level(rng, level, n_edits)
-paired        teacher_size, teacher_reset, teacher_step, and TeacherState.level
-evaluate.py   EnvState and render for films; pad_levels if levels differ in shape; level_from_text
-              for --maze-file; a suite "sampled" of one maze for --suite sampled
+Another environment is a module with the names that examples/README.md lists.
 """
 
-import argparse
-import sys
 import textwrap
 from collections.abc import Callable
 from functools import cache, partial
@@ -1015,16 +1003,12 @@ def _tile(kind, direction, lit, size):
     return pixels.reshape(size, 3, size, 3, 3).mean(axis=(1, 3)).astype(np.uint8)
 
 
-def _playing(state):
-    """The level of a state with the agent where it is now, as NumPy arrays."""
-    level = _current(state)._replace(agent_pos=state.agent_pos, agent_dir=state.agent_dir)
-    return jax.tree.map(np.asarray, level)
-
-
 def render(level_or_state, tile=16):
     """MiniGrid's picture with the outer wall, [h, w, 3] uint8; a state's visible cells are lit."""
-    is_state = isinstance(level_or_state, EnvState)
-    level = _playing(level_or_state) if is_state else jax.tree.map(np.asarray, level_or_state)
+    level, is_state = level_or_state, isinstance(level_or_state, EnvState)
+    if is_state:  # with the agent where it is now
+        level = _current(level)._replace(agent_pos=level.agent_pos, agent_dir=level.agent_dir)
+    level = jax.tree.map(np.asarray, level)
     kinds = np.where(np.pad(level.wall_map, 1, constant_values=True), WALL[0], EMPTY[0])
     kinds[level.goal_pos[1] + 1, level.goal_pos[0] + 1] = GOAL[0]
     lit = np.zeros(kinds.shape, bool)
@@ -1081,81 +1065,3 @@ def plot_levels(sections, columns=8, render=render):
     figure.set_size_inches(1.6 * columns, top + 0.1)
     axes.set(xlim=(0, 1.6 * columns), ylim=(top + 0.1, 0), xticks=[], yticks=[], frame_on=False)
     return figure
-
-
-# --- command line: walk a maze
-
-
-KEYS = {"a": LEFT, "d": RIGHT, "w": FORWARD}
-KEYS |= {"\x1b[D": LEFT, "\x1b[C": RIGHT, "\x1b[A": FORWARD}  # arrows
-
-
-def _screen(obs, state, reward):
-    """Maze, agent's view and counters as text."""
-    rows = level_to_text(_playing(state)).splitlines()
-    border = "#" * (len(rows[0]) + 2)
-    maze = "\n".join([border, *(f"#{row}#" for row in rows), border])
-    chars = {EMPTY[0]: ".", WALL[0]: "#", GOAL[0]: "G", UNSEEN[0]: "?"}
-    cells = [[chars[int(kind)] for kind in row] for row in np.asarray(obs.image)[..., 0].T]
-    cells[VIEW - 1][VIEW // 2] = "^"
-    view = "\n".join("  " + "".join(row) for row in cells)
-    counters = f"step {int(state.t)} of {int(state.max_steps)}   reward {float(reward):.3f}"
-    keys = "w or up: forward   a or left, d or right: turn   q: quit"
-    return f"{maze}\n\nview ('?' unseen)\n{view}\n\n{counters}\n{keys}"
-
-
-def _read_keys():
-    """Yield keys one by one (an arrow is three characters) until stdin ends."""
-    while char := sys.stdin.read(1):
-        yield char + sys.stdin.read(2) if char == "\x1b" else char
-
-
-def _walk(maze, rng):
-    """Play one episode by keyboard."""
-    obs, state = reset(maze.sample(rng), maze.max_steps, maze.see_through_walls)
-    clear = "\x1b[2J\x1b[H" if sys.stdout.isatty() else ""
-    print(clear + _screen(obs, state, 0), flush=True)
-    for key in _read_keys():
-        if key == "q":
-            return
-        if key in KEYS:
-            obs, state, reward, done = jax.jit(step)(state, KEYS[key])
-            print(clear + _screen(obs, state, reward), flush=True)
-            if done:
-                print("goal reached" if reward > 0 else "out of time")
-                return
-
-
-def main():
-    parser = argparse.ArgumentParser(description="Walk a test maze in the terminal, or draw it.")
-    parser.add_argument("name", nargs="?", help="a test maze; without a name, all are listed")
-    parser.add_argument("--seed", type=int, default=0, help="seed of a maze that is random")
-    parser.add_argument("--png", metavar="FILE", help="write a picture of the maze to FILE instead")
-    args = parser.parse_args()
-    if args.name not in TEST_MAZES:
-        parser.exit(2, f"choose a maze: {', '.join(TEST_MAZES)}\n")
-    maze = TEST_MAZES[args.name]
-    rng = jax.random.key(args.seed)
-    if args.png:
-        try:
-            from PIL import Image  # imported here, as it is slow; matplotlib brings it
-
-            Image.fromarray(render(maze.sample(rng))).save(args.png)
-        except (OSError, ValueError) as error:  # no such folder or format
-            parser.exit(1, f"cannot write {args.png}: {error}\n")
-    elif not sys.stdin.isatty():
-        _walk(maze, rng)
-    else:
-        import termios  # only on Unix
-        import tty
-
-        before = termios.tcgetattr(sys.stdin)
-        tty.setcbreak(sys.stdin)
-        try:
-            _walk(maze, rng)
-        finally:
-            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-if __name__ == "__main__":
-    main()

@@ -35,7 +35,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -163,7 +162,7 @@ class Buffer(NamedTuple):
     max_return: jax.Array  # [K] the best return seen so far
     remembered: dict  # {name: [K]}, what REMEMBERED names
     stats: dict  # {name: [K]}, level_stats of the environment
-    mutations: jax.Array  # [K] generations of edits; always 0 here, used in accel.py
+    mutations: jax.Array  # [K] generations of edits; 0 in plr.py
     touched: jax.Array  # [K] cycle in which it was last sampled or inserted
 
 
@@ -725,6 +724,7 @@ RANGES = {  # of fields, teacher_ fields included
     (0, 1): "gamma gae_lambda replay_prob staleness_coef min_fill",
 }
 gather = partial(multihost_utils.process_allgather, tiled=True)  # whole arrays
+maze_names = lambda suite: amaze.SUITES.get(suite, suite.split(","))  # or a list of mazes
 
 
 class BadConfig(ValueError):
@@ -736,11 +736,6 @@ def demand(condition, config, names, allowed):
     if not condition:
         values = ", ".join(f"{name} = {getattr(config, name)!r}" for name in names.split())
         raise BadConfig(f"{values}: must be {allowed}")
-
-
-def maze_names(suite):
-    """The mazes of a suite, or those of a comma-separated list."""
-    return amaze.SUITES.get(suite, suite.split(","))
 
 
 def check(config):
@@ -1006,7 +1001,7 @@ def catch_signals():
         signal.signal(number, before[number])
         os.write(2, b"\nstops after these cycles; at once if asked again\n")
 
-    if threading.current_thread() is threading.main_thread():
+    with suppress(ValueError):  # only the main thread can
         before = {x: signal.signal(x, note) for x in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield caught
@@ -1102,6 +1097,7 @@ def parse(arguments):
     if not (config.resume and Path(config.out, "config.json").exists()):
         return config
     stored = read_config(config.out)
+    demand(stored.get("script") == SCRIPT, config, "out", f"the folder of a run of {SCRIPT}")
     if config.sweep:
         stored["sweep"] = ()  # tyro appends to it
     known = {field.name: stored[field.name] for field in fields(Config) if field.name in stored}

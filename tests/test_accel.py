@@ -60,12 +60,11 @@ def test_a_child_is_its_parent_after_the_edits():
     edit = part(train, "edit")
     sample = jax.vmap(lambda rng: amaze.sample_level(rng, 6, 5, 5))
     parents = jax.jit(sample)(jax.random.split(jax.random.key(0), N))
-    rng, mutations, origin = jax.random.key(1), jnp.array([0, 3, 0, 9]), jnp.arange(4) + 50
+    rng, mutations = jax.random.key(1), jnp.array([0, 3, 0, 9])
     replay = jnp.ones(N, bool)
-    children, generation, ancestor, again = jax.jit(edit)(rng, parents, mutations, origin, replay)
+    children, generation, again = jax.jit(edit)(rng, parents, mutations, replay)
     assert not again.any()
     assert generation.tolist() == [1, 4, 1, 10]
-    assert equal(ancestor, origin)
     single = jax.jit(amaze.edit_level, static_argnums=2)
     for i, (_, child) in enumerate(pairs(children)):
         parent = jax.tree.map(lambda x: x[i], parents)
@@ -83,7 +82,7 @@ def test_with_solvable_only_children_are_edits_that_can_be_solved():
     bred = {}
     for only in (False, True):
         edit = part(accel.make_train(accel.Config(**small, solvable_only=only)), "edit")
-        bred[only] = jax.jit(edit)(rng, parents, zero, zero, zero > 0)[0]
+        bred[only] = jax.jit(edit)(rng, parents, zero, zero > 0)[0]
     share = {only: np.asarray(jax.vmap(amaze.solve)(x).solvable) for only, x in bred.items()}
     assert not share[False].all()
     assert share[True].all()
@@ -109,7 +108,7 @@ def test_children_are_scored_and_written_as_fresh_levels_are(serial):
     spied = jax.jit(spied)
     slot = jnp.array([0, 0, 5, 7])
     buffer = before.buffer
-    parents = buffer.level, buffer.mutations, buffer.origin, buffer.scored
+    parents = buffer.level, buffer.mutations, buffer.scored
     parents = jax.tree.map(lambda x: x[slot], parents)
     result = spied(jax.random.key(0), before, *parents)
     after, stats, entries, (batch, advantage, best) = jax.tree.map(np.asarray, result)
@@ -133,22 +132,18 @@ def test_children_of_a_training(serial):
     for cycle in serial:
         before, after = contents(cycle.before.buffer), contents(cycle.after.buffer)
         played, levels = pairs(cycle.entries.level), dict(pairs(cycle.after.buffer.level))
-        origin = {name: record["origin"] for name, _, record in records(cycle.entries)}
         for level in after.keys() - before.keys():
             new = after[level]
             if replayed(cycle):
                 parents = [before[name] for name, parent in played
                            if one_edit_apart(levels[level], parent)]  # fmt: skip
-                expected = [(parent["mutations"] + 1, parent["origin"]) for parent in parents]
-                assert (new["mutations"], new["origin"]) in expected
+                assert new["mutations"] in [parent["mutations"] + 1 for parent in parents]
                 born += 1
                 generations.add(new["mutations"])
             else:
                 assert new["mutations"] == 0
-                assert new["origin"] == origin[level]
-        for level in after.keys() & before.keys():  # a level that stays keeps its descent
-            for name in ("mutations", "origin"):
-                assert after[level][name] == before[level][name]
+        for level in after.keys() & before.keys():
+            assert after[level]["mutations"] == before[level]["mutations"]
     assert born > 10
     assert {1, 2} <= generations
 
@@ -211,25 +206,6 @@ def test_a_student_learns_nothing_from_children(serial):
     assert not equal(other.after.buffer.level, pair[0].after.buffer.level)
 
 
-@pytest.mark.slow
-def test_lineage_is_a_family_by_generation(serial):
-    lineage = jax.jit(part(program(accel, **SERIAL)[0], "lineage"))
-    sizes = []
-    for buffer in (serial[0].after.buffer, serial[-1].after.buffer):  # with free slots, and full
-        filled = contents(buffer)
-        for slot in np.flatnonzero(buffer.scored):
-            levels, captions = lineage(buffer, slot)
-            family = {name for name, x in filled.items() if x["origin"] == buffer.origin[slot]}
-            shown = names(levels)
-            assert set(shown) <= family
-            assert len(set(shown)) == min(len(family), 16)
-            assert [filled[name]["mutations"] for name in shown] == captions["generation"].tolist()
-            assert (np.diff(captions["generation"]) >= 0).all()
-            sizes.append(len(family))
-    assert max(sizes) > 1
-    assert len(sizes) == N + SMALL["buffer_size"]
-
-
 # --- score and schedule
 
 
@@ -269,9 +245,7 @@ def test_parallel_plays_fresh_replayed_and_children_together(parallel):
         assert all(x["mutations"] == 0 for _, _, x in batch[:N])
         for (name, _, parent), (_, _, child) in zip(batch[N : 2 * N], batch[2 * N :]):
             assert child["mutations"] == parent["mutations"] + 1
-            assert child["origin"] == parent["origin"]
             assert filled[name]["mutations"] == parent["mutations"]
-            assert filled[name]["origin"] == parent["origin"]
         for (_, parent), (_, child) in zip(levels[N : 2 * N], levels[2 * N :]):
             assert one_edit_apart(child, parent)
             edited += not equal(child, parent)
@@ -291,7 +265,6 @@ def test_cold_parallel_accel_plays_fresh_levels_instead_of_children():
         near = [one_edit_apart(x[1], y[1]) for x in levels[2 * N :] for y in levels[: 2 * N]]
         assert not any(near)
         assert not cycle.entries.mutations.any()
-        assert sorted(cycle.entries.origin) == [*range(12 * i, 12 * i + 12)]
         assert np.isnan([x for k, x in cycle.metrics.items() if k.startswith("child_")]).all()
         check_logged(cycle, "fresh", slice(None))
         check_logged(cycle, "replay", slice(0))
@@ -313,18 +286,6 @@ def test_parallel_buffer_is_written_once_with_all_blocks(parallel):
     for now, cycle in enumerate(parallel):
         write(reference, SMALL["buffer_size"], records(cycle.entries), now, 0.3, 0.5)
         same_contents(cycle.after.buffer, reference)
-
-
-@pytest.mark.slow
-def test_base_levels_have_origins_of_their_own(serial, parallel):
-    for history in (serial, parallel):
-        base = {}
-        for cycle in history:
-            for name, _, record in records(cycle.entries):
-                if record["mutations"] == 0:
-                    base.setdefault(record["origin"], set()).add(name)
-        assert len(base) > 20
-        assert all(len(levels) == 1 for levels in base.values())
 
 
 def test_parallel_learns_from_the_replayed_block_only(parallel):

@@ -1,6 +1,5 @@
 """amaze.py against MiniGrid, networkx, plain Python and published numbers."""
 
-import subprocess
 import sys
 import zlib
 from collections import Counter
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import matplotlib.image
 import networkx as nx
 import numpy as np
 import pytest
@@ -972,56 +970,3 @@ def test_plot_levels(tmp_path):
         assert picture.x0 >= 0
         assert picture.y0 >= 0
         assert picture.x1 <= figure.bbox.x1
-
-
-def run_amaze(*args, typed=""):
-    return subprocess.run([sys.executable, str(ROOT / "amaze.py"), *args], input=typed, text=True,
-                          capture_output=True, timeout=120)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("keys", [["a", "d", "w"], ["\x1b[D", "\x1b[C", "\x1b[A"]])
-def test_walking_with_the_keyboard(keys):
-    """Walk MiniMaze's shortest path; keys after the goal must do nothing."""
-    _, actions = oracle(host(amaze.TEST_MAZES["MiniMaze"].sample(None)))
-    assert set(actions) == {0, 1, 2}
-    done = run_amaze("MiniMaze", typed="".join(keys[action] for action in actions) + "ww")
-    assert done.returncode == 0
-    assert done.stdout.rstrip().endswith("goal reached")
-    assert f"step {len(actions)} of 72   reward {1 - 0.9 * len(actions) / 72:.3f}" in done.stdout
-    assert f"step {len(actions) + 1}" not in done.stdout
-    assert "#>...#\n####.#\n#G#..#\n#...##\n" in done.stdout                   # the maze,
-    assert "  #####\n  ##...\n  ##.#.\n  ##.##\n  ##^#G\n" in done.stdout    # the first view
-
-
-@pytest.mark.slow
-def test_quitting():
-    done = run_amaze("Labyrinth", typed="wqw")
-    assert done.returncode == 0
-    assert "step 1 of" in done.stdout
-    assert "step 2 of" not in done.stdout
-
-
-def exit_status(monkeypatch, *args):
-    monkeypatch.setattr(sys, "argv", ["amaze.py", *args])
-    with pytest.raises(SystemExit) as stopped:
-        amaze.main()
-    return stopped.value.code
-
-
-def test_picture_file(tmp_path, monkeypatch, capsys):
-    file = str(tmp_path / "maze.png")
-    monkeypatch.setattr(sys, "argv", ["amaze.py", "FourRooms", "--seed", "3", "--png", file])
-    amaze.main()
-    picture = (matplotlib.image.imread(file)[..., :3] * 255).round().astype(np.uint8)
-    level = amaze.TEST_MAZES["FourRooms"].sample(jax.random.key(3))
-    assert np.array_equal(picture, amaze.render(level))
-    assert exit_status(monkeypatch, "Labyrinth", "--png", str(tmp_path / "none" / "maze.png")) == 1
-    assert capsys.readouterr().err.startswith("cannot write")
-
-
-@pytest.mark.parametrize("args", [(), ("Maze51",)])
-def test_unknown_maze_lists_the_names(args, monkeypatch, capsys):
-    assert exit_status(monkeypatch, *args) == 2
-    listed = capsys.readouterr().err
-    assert all(name in listed for name in amaze.TEST_MAZES)

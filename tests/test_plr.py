@@ -319,13 +319,11 @@ def random_entries(random, module, number, now):
     index = random.integers(0, len(codes), number)
     floats = lambda low: random.uniform(low, 1, number).astype(np.float32)
     filled = random.random(number) < 0.85
-    entries = entries._replace(
+    return entries._replace(
         level=jax.tree.map(lambda x: x[index], levels), code=codes[index], scored=filled,
         score=floats(-0.5), remembered={"mean_return": floats(0)},
         max_return=np.where(filled, floats(0), 0), stats={"optimal_return": floats(0)},
         mutations=random.integers(0, 9, number), touched=np.full(number, now))  # fmt: skip
-    more = {name: random.integers(0, 99, number) for name in {"origin"} & {*module.Buffer._fields}}
-    return entries._replace(**more)
 
 
 def random_buffer(random, number, now):
@@ -652,12 +650,11 @@ def slot_of_a_level_drawn_twice(module):
     state, at = initial(module), jnp.arange(SMALL["buffer_size"]) == 7
     held = jax.tree.map(lambda x: x[:1].repeat(len(at), 0), (level, code))
     state = state.replace(buffer=state.buffer._replace(level=held[0], code=held[1], scored=at))
-    descent = [jnp.zeros(2, int)] * (2 if "origin" in module.Buffer._fields else 1)
     batch = jax.tree.map(jnp.asarray, failure_and_solve())
 
     def write():
         score = part(train, "score")
-        entries, slot = score(state, level, *descent, batch, jnp.zeros(2))
+        entries, slot = score(state, level, jnp.zeros(2, int), batch, jnp.zeros(2))
         return module.write_buffer(state.buffer, entries, slot, 1, 0.3, 0.3)
 
     after = contents(jax.jit(write)())

@@ -332,13 +332,19 @@ def test_runs_cannot_be_made(toys, tmp_path, monkeypatch):
     assert "File exists" in line
 
 
-def test_resume_refuses_another_script(main, toy_run):
-    plr = importlib.import_module("plr")
-    words = "--resume", "--devices", 1, "--out", toy_run
-    status, _, line = main(*words, module=plr)
-    assert status == 2
-    assert line.startswith("plr.py: error: ")
-    assert "must be " in line
+def test_resume_refuses_another_script(main, toy_run, tmp_path):
+    """Also where no checkpoint has been written yet."""
+    plr, early = importlib.import_module("plr"), tmp_path / "early"
+    early.mkdir()
+    for name in ("config.json", "logs.csv"):
+        shutil.copy(toy_run / name, early)
+    for folder in (toy_run, early):
+        before = contents(folder)
+        status, _, line = main("--resume", "--devices", 1, "--out", folder, module=plr)
+        assert status == 2
+        assert line.startswith(f"plr.py: error: out = '{folder}': must be ")
+        assert "a run of plr.py" in line
+        assert contents(folder) == before
 
 
 def test_an_annealed_run_does_not_go_on(toys, tmp_path):

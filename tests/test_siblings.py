@@ -18,13 +18,12 @@ PACKAGES = "amaze s5 jax flax optax distrax numpy matplotlib tyro tqdm".split()
 # What has one name in two files and must differ, because the papers do: the fields and states of
 # the method, what fills them, the method itself (cycle), and what show displays of it.
 METHOD = "Config RunnerState make_train init cycle show"
-# Between PLR and ACCEL: entries of the buffer also know from which base level they descend.
-ORIGIN = "Buffer sample_replay sample_fresh choose_levels score buffer_stats"
 # Between PAIRED and the others: an agent may be the teacher, so its network is an argument.
 AGENTS = "act rollout loss learn play evaluate"
 DIFFER = {pair: f"{METHOD} choose_levels".split() for pair in PAIRS}
 DIFFER |= {pair: f"{METHOD} {AGENTS}".split() for pair in PAIRS if "paired" in pair}
-DIFFER |= {("plr", "accel"): f"{METHOD} {ORIGIN}".split()}
+PLR_ACCEL = "Config RunnerState make_train init cycle choose_levels buffer_stats"
+DIFFER |= {("plr", "accel"): PLR_ACCEL.split()}
 # Between SFL and the others: its buffer has other entries, and half of its levels come from there.
 DIFFER |= {(name, "sfl"): f"{METHOD} choose_levels Buffer".split() for name in ("plr", "accel")}
 
