@@ -392,7 +392,7 @@ def peers():
 
 
 def published():
-    shown = 1000, 2000, 4000, 8000, 12_000, 16_000, 20_000
+    shown = 1000, 2000, 4000, 8000, 12_000, 16_000, 20_000, 24_000
     yield "cycles", *(f"{x:,}" for x in shown)
     for core in pictures.EXPERIMENTS:
         cycles, rates = pictures.published(core)
