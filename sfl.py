@@ -777,8 +777,8 @@ def read_checkpoint(path):
     return serialization.msgpack_restore(body)
 
 
-def load_checkpoint(config):
-    """The checkpoint to go on from, or {}; BadConfig if it is another run's."""
+def load_checkpoint(config, state):
+    """The checkpoint to go on from, its state like this, or {}; BadConfig: another run's."""
     path, log = (Path(config.out, name) for name in ("checkpoint.msgpack", "logs.csv"))
     begun = config.out != "" and (path.exists() or log.exists() and log.stat().st_size > 0)
     demand(config.resume or not begun, config, "out", "a new folder, or --resume")
@@ -793,6 +793,11 @@ def load_checkpoint(config):
         if stored[name] != given.get(name):
             allowed = f"{stored[name]!r}, as in the run to resume{annealed}"
             raise BadConfig(f"{name} = {given.get(name)!r}: must be {allowed}")
+    state = state.replace(rng=jax.eval_shape(jax.random.key_data, state.rng))
+    with suppress(ValueError):  # other fields
+        last["state"] = serialization.from_state_dict(state, last["state"])
+    fits = jax.tree.map(jnp.shape, last["state"]) == jax.tree.map(jnp.shape, state)
+    demand(fits, config, "out", "a run by this code: the state there has other fields or shapes")
     return last
 
 
@@ -921,7 +926,7 @@ def run(config):
     with log, catch_signals() as caught, ExitStack() as stack:
         if quiet:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        last = load_checkpoint(config)  # under the lock
+        last = load_checkpoint(config, state)  # under the lock
         cycle, seconds, stopped, shown = last.get("cycles", 0), last.get("seconds", 0.0), 0, {}
         log.truncate(min(last.get("log_bytes", 0), os.path.getsize(log.name)))
         write(folder / "config.json", lambda file: file.write(to_json(config).encode()))
@@ -932,8 +937,7 @@ def run(config):
             where = f"{len(devices)} x {devices[0].device_kind}, dealt by {shard}"
             print(f"{folder}: {len(rows)} training(s) on {where}; compiling ...", flush=True)
         if last:
-            state = serialization.from_state_dict(state, last["state"])
-            state = jax.device_put(state, sharding)
+            state = jax.device_put(last["state"], sharding)
             state = state.replace(rng=jax.random.wrap_key_data(state.rng))
         else:
             state = init(0, table, None)[0]

@@ -2,6 +2,7 @@
 nothing changed, or goes on as if nothing had happened. Mostly with a toy for a training."""
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -16,7 +17,9 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import jax
+import numpy as np
 import pytest
+from flax import serialization
 from runs import ROOT, TOY, assert_equal, contents, last_update, load, rewind, table, toy
 
 sys.path.insert(0, str(ROOT))
@@ -270,6 +273,17 @@ def test_a_damaged_checkpoint(toys, run, kind):
                    "empty": b""}  # fmt: skip
         (run / "checkpoint.msgpack").write_bytes(damaged[kind])
         assert "checkpoint.msgpack is damaged" in refused(toys, run, "--resume")
+
+
+@pytest.mark.parametrize("change", [{"walk": 0}, {"student": None}, {"student": np.zeros((2, 4))}])
+def test_a_checkpoint_of_other_code(toys, run, change):
+    """The state of a run has a field more, a field less or another shape than this script's."""
+    data = load(run)
+    data["state"] = {k: x for k, x in (data["state"] | change).items() if x is not None}
+    body = serialization.msgpack_serialize(data)
+    (run / "checkpoint.msgpack").write_bytes(hashlib.sha256(body).digest() + body)
+    line = refused(toys, run, "--resume")
+    assert line.endswith("must be a run by this code: the state there has other fields or shapes")
 
 
 @pytest.mark.parametrize("text", [b"", b'{"script": "dr.py", "lr"', b"[1, 2]", b'"dr.py"', b"{}",

@@ -425,7 +425,8 @@ def test_resume_takes_the_fields_of_the_run(toy_run):
     flags = [str(x) for k, v in free.items() for x in (f"--{k.replace('_', '-')}", v)]
     config = dr.parse([*words, "--distributed", *flags])
     assert config == replace(asked, resume=True, distributed=True, **free)
-    assert dr.load_checkpoint(config)["cycles"] == 12
+    state = jax.eval_shape(jax.vmap(toy(config).init), jax.random.split(jax.random.key(0), 2))
+    assert dr.load_checkpoint(config, state)["cycles"] == 12
 
 
 def squeezed(text):
