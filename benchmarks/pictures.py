@@ -545,7 +545,9 @@ def draw_peers():
     return figure
 
 
-EXPERIMENTS = {"S5": "results/gpu/h200_s5/logs.csv.gz", "LSTM": "results/published/plr/logs.csv"}
+EXPERIMENTS = {"S5": "results/gpu/h200_s5/logs.csv.gz",
+               "LSTM, seed 0": "results/published/plr/logs.csv",
+               "LSTM, seed 1": "results/published/plr_1/logs.csv"}  # fmt: skip
 
 
 def published(core):
@@ -559,10 +561,10 @@ def published(core):
 
 def draw_published():
     figure, [axis] = new(3.8)
-    for color, core in zip(("C0", "C1"), EXPERIMENTS):
+    for color, core in zip(("C0", "C1", "C3"), EXPERIMENTS):
         cycles, rates = published(core)
         axis.plot(cycles, rates, color=color, lw=0.7, alpha=0.4)
-        label = f"robust PLR by {core}, mean of {rates.shape[1]}"
+        label = f"robust PLR by {core}" + f", mean of {rates.shape[1]}" * (rates.shape[1] > 1)
         axis.plot(cycles, rates.mean(1), color=color, lw=2.5, label=label)
     files = np.mean([robust for _, robust, _ in PUBLISHED.values()])
     axis.axhline(MEANS["plr"], color="0.3", ls="--", label="minimax's paper, 30,000 updates")

@@ -400,8 +400,9 @@ def published():
         found = [x.mean(0) for x in near if len(x) == 3]
         later = [""] * (len(shown) - len(found))
         means = [show(*pictures.interval(x)) for x in found]
-        yield f"{core}, mean of {rates.shape[1]}", *means, *later
-        if rates.shape[1] > 1:
+        several = rates.shape[1] > 1
+        yield core + f", mean of {rates.shape[1]}" * several, *means, *later
+        if several:
             yield "of the seeds", *(f"{x.min():.2f} to {x.max():.2f}" for x in found), *later
 
 
