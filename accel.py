@@ -65,7 +65,7 @@ class Config:
 
     # PPO
     lr: float = 3e-4  # Adam's learning rate
-    anneal_lr: bool = False  # decay lr linearly to 0 after num_updates, which is then fixed
+    anneal_lr: bool = False  # decay lr linearly to 0 over num_updates, which is then fixed
     num_updates: int = 37_500  # cycles; the student learns in about 30,000 of them
     num_envs: int = 32  # N, levels per cycle
     num_evals: int = 1  # E, trajectories on each level; more make the score less noisy
@@ -91,7 +91,7 @@ class Config:
     solvable_only: bool = False  # redraw a level, or a child, until its goal can be reached
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
-    max_steps: int = 250  # time limit; above num_steps only successes end: train_solve_rate is 1
+    max_steps: int = 250  # time limit; above num_steps failures never end: train_solve_rate is 1
     see_through_walls: bool = True  # False: MiniGrid's occlusion; test mazes have their own rule
     num_edits: int = 20  # edits from a replayed level to its child; 0: no children, as in plr.py
     # level replay
@@ -265,7 +265,7 @@ def replay_probabilities(buffer, now, temperature, staleness_coef):
     better, as_good = (jnp.searchsorted(jnp.sort(lowest_last), lowest_last, side=side)
                        for side in ("left", "right"))  # fmt: skip
     rank = (1 + better + as_good) / 2  # 1: the best; equal scores share their mean rank
-    rank /= jnp.min(rank, where=buffer.scored, initial=jnp.inf)  # else all weights may be 0
+    rank /= jnp.min(rank, where=buffer.scored, initial=jnp.inf)  # else all may underflow to 0
     by_score = jnp.where(buffer.scored, rank ** (-1 / temperature), 0.0)
     age = jnp.where(buffer.scored, now - buffer.touched, 0).astype(float)  # int32 would overflow
     by_age = jnp.where(age.any(), age, buffer.scored)
@@ -301,7 +301,7 @@ def write_buffer(buffer, entries, slot, now, temperature, staleness_coef):
     is_copy = (jnp.tril(same, -1) & finished).any(1)
     new = ~known & finished & ~is_copy
     best_first = jnp.argsort(jnp.where(new, -entries.score, jnp.inf))
-    p = replay_probabilities(buffer, now, temperature, staleness_coef)  # has ties in float32
+    p = replay_probabilities(buffer, now, temperature, staleness_coef)  # has ties, scores do not
     weakest_first = jnp.lexsort((buffer.score, jnp.where(buffer.scored, p, -1.0)))[: len(new)]
     new, entries = jax.tree.map(lambda x: x[best_first], (new, entries))
     floor = jnp.where(buffer.scored, buffer.score, -jnp.inf)[weakest_first]
@@ -335,7 +335,7 @@ def level_outcomes(batch, advantage, max_return, before, copies, optimal_return)
     # the mean over time of x [T, N * E], for each episode first
     time_mean = lambda x: jnp.mean(sums(x) / length, axis=(0, 2), where=done)
     max_mc = time_mean(jnp.repeat(max_return, done.shape[2]) - batch.value)
-    # where all levels can be solved, hope that one never solved has the best R_max beside it
+    # a level never solved gets the largest R_max beside it: all can be solved (in time, we hope)
     hope = jnp.where(amaze.solved(max_return), 0.0, max_return.max() - max_return)
     scores = {
         "max_mc": max_mc,
@@ -360,9 +360,10 @@ def make_train(config, devices=1):
     trajectories = config.num_envs * config.num_evals  # B
     deals = trajectories % config.num_minibatches == 0
     demand(deals, config, "num_minibatches num_envs num_evals", f"a divisor of {trajectories}")
-    if config.score == "learnability":  # needs several trajectories and failures that end
-        for name, low in {"num_evals": 2, "num_steps": config.max_steps}.items():
-            demand(getattr(config, name) >= low, config, f"{name} score", f"at least {low}")
+    low = {"num_steps": config.max_steps}  # else failures, which then never end, do not count
+    needs = {"oracle_regret": low, "learnability": low | {"num_evals": 2}}
+    for name, low in needs.get(config.score, {}).items():
+        demand(getattr(config, name) >= low, config, f"{name} score", f"at least {low}")
     hopes = config.score == "optimistic_max_mc"
     demand(config.solvable_only or not hopes, config, "solvable_only score", "True with this score")
     # blocks of N levels in a rollout: [fresh | replayed | children]

@@ -61,7 +61,7 @@ class Config:
 
     # PPO
     lr: float = 1e-4  # Adam's learning rate
-    anneal_lr: bool = False  # decay lr linearly to 0 after num_updates, which is then fixed
+    anneal_lr: bool = False  # decay lr linearly to 0 over num_updates, which is then fixed
     num_updates: int = 30_000  # cycles: rollouts, each with one PPO update
     num_envs: int = 32  # N, levels per cycle
     num_evals: int = 1  # E, trajectories on each level
@@ -87,7 +87,7 @@ class Config:
     solvable_only: bool = False  # redraw a level until its goal can be reached
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
-    max_steps: int = 250  # time limit; above num_steps only successes end: train_solve_rate is 1
+    max_steps: int = 250  # time limit; above num_steps failures never end: train_solve_rate is 1
     see_through_walls: bool = True  # False: MiniGrid's occlusion; test mazes have their own rule
     auto_replay: bool = False  # when an episode ends, restart the same level, not a new one
     # evaluation

@@ -67,7 +67,7 @@ class Config:
 
     # PPO of the students, and of the teacher where it has no teacher_ field of its own
     lr: float = 1e-4  # Adam's learning rate
-    anneal_lr: bool = False  # decay both lr linearly to 0 after num_updates, which is then fixed
+    anneal_lr: bool = False  # decay both lr linearly to 0 over num_updates, which is then fixed
     num_updates: int = 30_000  # cycles: designs, rollouts, one PPO update of every agent
     num_envs: int = 32  # N, levels per cycle
     num_evals: int = 1  # E, trajectories on each level; more make the regret less noisy
@@ -102,7 +102,7 @@ class Config:
     n_walls: int = 60  # walls the teacher places per level; cells may repeat
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
-    max_steps: int = 250  # time limit; above num_steps only successes end: train_solve_rate is 1
+    max_steps: int = 250  # time limit; above num_steps failures never end: train_solve_rate is 1
     see_through_walls: bool = True  # False: MiniGrid's occlusion; test mazes have their own rule
     # evaluation
     eval_interval: int = 50  # cycles between evaluations; 0: never
@@ -255,16 +255,15 @@ def episode_sums(x, done):
 
 
 def level_returns(returns, done, num_evals):
-    """Mean and maximum of the returns [T, B] where done, for each level [N]; 0 if no episode ended.
+    """Mean and maximum of the returns [T, B] where done, for each level [N]; 0 where none ended.
 
     The mean is taken within each trajectory, then over the E trajectories: for any E that is the
     expected return in PAIRED's regret. A mean over all episodes, as in minimax, is not: in T = 256
     steps a trajectory fails once or solves often; 0.5 would read as 0.56 (E = 2), 0.63 (E = 8)."""
     best, count = jnp.where(done, returns, -jnp.inf).max(0), done.sum(0)
     mean = jnp.where(done, returns, 0.0).sum(0) / jnp.maximum(count, 1)  # of each trajectory
-    mean, best, ended = (x.reshape(-1, num_evals) for x in (mean, best, count > 0))
-    best = jnp.where(ended.any(1), best.max(1), 0.0)
-    return mean.sum(1) / jnp.maximum(ended.sum(1), 1), best
+    mean, best, count = (x.reshape(-1, num_evals) for x in (mean, best, count))
+    return mean.mean(1), jnp.where(count.any(1), best.max(1), 0.0)
 
 
 def regret(kind, mean, best, optimal_return):

@@ -68,7 +68,7 @@ class Config:
 
     # PPO
     lr: float = 2.5e-4  # Adam's learning rate
-    anneal_lr: bool = True  # decay lr linearly to 0 after num_updates, which is then fixed
+    anneal_lr: bool = True  # decay lr linearly to 0 over num_updates, which is then fixed
     num_updates: int = 4_578  # cycles of 65,536 steps: the student learns from 3e8
     num_envs: int = 256  # N, levels per cycle
     num_evals: int = 1  # E, trajectories on each level
@@ -94,7 +94,7 @@ class Config:
     solvable_only: bool = False  # redraw a level until its goal can be reached
     height: int = 13  # cells of a level, without the outer wall
     width: int = 13  # cells of a level, without the outer wall
-    max_steps: int = 250  # time limit; above num_steps only successes end: train_solve_rate is 1
+    max_steps: int = 250  # time limit; above num_steps failures never end: train_solve_rate is 1
     see_through_walls: bool = True  # False: MiniGrid's occlusion; test mazes have their own rule
     # learnability
     score: Literal["learnability", "oracle_regret"] = "learnability"  # best are kept

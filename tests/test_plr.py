@@ -1380,10 +1380,17 @@ def test_hope_is_refused_where_levels_may_be_unsolvable():
         module.make_train(module.Config(**SMALL | score | dict(solvable_only=True)))
 
 
-def test_learnability_is_refused_with_one_trajectory_on_a_level_or_if_no_failure_ends():
+def test_learnability_is_refused_with_one_trajectory_on_a_level():
     refused(plr, "num_evals", 1, "at least 2", score="learnability")
-    refused(plr, "num_steps", 16, "at least 17", score="learnability", num_evals=2, max_steps=17)
     plr.make_train(plr.Config(**SMALL | dict(score="learnability", num_evals=2)))
+
+
+@pytest.mark.parametrize("score", ["learnability", "oracle_regret"])
+def test_means_of_episodes_are_no_score_if_no_failure_ends(score):
+    for module in (plr, accel):
+        settings = dict(score=score, num_evals=2)
+        refused(module, "num_steps", 16, "at least 17", **settings, max_steps=17)
+        module.make_train(module.Config(**SMALL | settings | dict(max_steps=16)))
 
 
 def test_bad_values_of_parallel_mode():
