@@ -114,11 +114,11 @@ def forest(axis, labels, series, seeds=None):
 
 
 def draw_differences():
-    pairs = list(combinations(METHODS[:4], 2))
-    figure, [axis] = new(4.6)
+    pairs = list(combinations(METHODS, 2))
+    figure, [axis] = new(6.6)
     labels = [f"{TITLES[x]} - {TITLES[y]}".replace("robust ", "") for x, y in pairs]
     forest(axis, labels, {SUITES[s]: [difference(*x, s) for x in pairs] for s in SUITES})
-    axis.set_xticks([-0.05, 0, 0.05, 0.1])
+    axis.set_xticks([-0.05, 0, 0.05, 0.1, 0.15])
     axis.set_xlabel("difference of mean solve rates, 95% interval\n(0: no difference)", fontsize=11)
     figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=11)
     return figure

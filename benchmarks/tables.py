@@ -9,7 +9,7 @@ around a table are free. tests/test_benchmarks.py fails if a page and its data d
 
 import re
 import sys
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +143,7 @@ def training_minutes(folder, name):
 def readme():
     yield "method", "minutes", "dcd's mazes", "`families`", "hardest tenth of random levels"
     titles = TITLES | {"plr_optimistic": "robust PLR, `--score optimistic_max_mc`",
-                       "plr_quick": "the same, `plr.py --quick`"}  # fmt: skip
+                       "plr_quick": "the same score, `plr.py --quick`"}  # fmt: skip
     for name in (*METHODS, "plr_optimistic", "plr_quick"):
         minutes = f"{pictures.minutes(name):.0f}" if name in TITLES else ""
         yield titles[name], minutes, mean(name, "dcd"), mean(name, "families"), hardest(name)
@@ -204,15 +204,6 @@ def quick():
     found = of_seeds(before, "families")
     yield ("32 levels, other seeds", len(found), show(found.mean()), hardest(before),
            signed(*pictures.gain(found, chosen)))  # fmt: skip
-
-
-def differences():
-    yield "difference", "dcd's mazes", "`families`"
-    for one, other in (*combinations(("accel", "sfl", "plr"), 2), ("plr", "dr"), ("dr", "paired")):
-        title = f"{TITLES[one]} - {TITLES[other]}".replace("robust ", "")
-        yield title, difference(one, other, "dcd"), difference(one, other, "families")
-    both = ([trained_on_a_gpu(x, suite) for x in ("plr", "dr")] for suite in ("dcd", "families"))
-    yield "PLR - DR, 32 seeds each, on an H200", *(signed(*pictures.gain(*x)) for x in both)
 
 
 def regret():
@@ -434,7 +425,7 @@ def gpu():
 
 
 TABLES = {f.__name__: f for f in (
-    readme, methods, length, quick, differences, regret, rates, paired, estimates, optimistic,
+    readme, methods, length, quick, regret, rates, paired, estimates, optimistic,
     lacks, memory, sharded, batch, ladder, peers, published, speed, dcd, gpu)}  # fmt: skip
 
 

@@ -21,11 +21,6 @@ PAIRED, with a teacher that sets one number of the physics per step:
         --num-minibatches 2 --teacher-rnn gru --teacher-hidden-size 32 --teacher-lr 5e-4 \\
         --teacher-ent-coef 0.1 --num-updates 600 --out runs/cartpole_paired
 
-After this training of five minutes (one seed, 100 episodes per corner) the protagonist solves 0.73
-of the corners, and the teacher is almost random: its entropy is 2.18, of at most 2.20. With
---teacher-ent-coef 0.02 --teacher-lr 2e-3 the teacher converges to one heavy cart (entropy 0.09),
-and the protagonist forgets the rest: it solves 0.77 after 200 cycles, and 0.17 at the end.
-
 With --fast add --no-solvable-only (all levels can be solved); with accel.py add --num-edits 3. The
 score max_mc assumes that the only reward comes at the end, and so rates a level that is solved here
 as half solved; positive_value_loss is an alternative. gymnax starts JAX when it is imported: on a

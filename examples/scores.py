@@ -1,5 +1,5 @@
-"""Functions from papers, to paste above `level_outcomes` of plr.py or accel.py, all or some; each
-says which lines of the script then use it."""
+"""Functions from papers, to paste above `REMEMBERED` of plr.py or accel.py, all or some; each says
+which lines of the script then use it."""
 
 import jax
 import jax.numpy as jnp
