@@ -348,6 +348,8 @@ def main():
 
 def run(training, test, row, options):
     """Train one seed from where its file in --keep ends; add a row to the table at checkpoints."""
+    if options.keep:
+        options.keep.mkdir(parents=True, exist_ok=True)
     file = options.keep and options.keep / ("-".join(map(str, row.values())) + ".pickle")
     state, seconds, cycles = training.init(row["seed"]), 0.0, 0
     jax.block_until_ready(training.update(state))  # compiles
