@@ -397,11 +397,11 @@ def of_batches(script, scaled, column):
     return {n: np.array([float(row[column]) for row in rows]) for n, rows in found.items()}
 
 
-def steps_to_reach(script, scaled, rate=REACHED):
+def steps_to_reach(script, rate=REACHED):
     """{levels a cycle: millions of steps} after which the mean over seeds first solves `rate` of
-    the random levels that a training draws; NaN if it never does."""
+    the random levels that a training with a scaled rate draws; NaN if it never does."""
     found = {}
-    for number, rows in batched("batch_curves.csv", script, scaled).items():
+    for number, rows in batched("batch_curves.csv", script, True).items():
         curves, at = {}, np.arange(0, 14, 0.01)
         for row in rows:
             point = float(row["env_steps"]) / 1e6, float(row["solve_rate"])
@@ -411,11 +411,11 @@ def steps_to_reach(script, scaled, rate=REACHED):
     return found
 
 
-def time_to_reach(script, scaled=True):
+def time_to_reach(script):
     """Time until REACHED, relative to 32 levels: {machine: {levels: ratio}}. The time of a cycle
     on a GPU is interpolated between the sizes that were measured."""
-    steps = steps_to_reach(script, scaled)
-    core = {n: x.mean() for n, x in of_batches(script, scaled, "cpu_seconds").items()}
+    steps = steps_to_reach(script)
+    core = {n: x.mean() for n, x in of_batches(script, True, "cpu_seconds").items()}
     costs = {"one core": core}
     for card, measured in CARDS[script].items():
         size, ms = np.log([*measured.items()]).T

@@ -9,7 +9,6 @@ around a table are free. tests/test_benchmarks.py fails if a page and its data d
 
 import re
 import sys
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -329,18 +328,16 @@ def sharded():
 def batch():
     machines = "one core", "an H100", "an H200, 32 trainings"
     yield ("trained by", "levels a cycle", "learning rate", "seeds", "`families`",
-           "minus 32 levels", "hardest tenth", f"million steps to {pictures.REACHED}",
+           "minus 32 levels", f"million steps to {pictures.REACHED}",
            *(f"their time, {x}" for x in machines))  # fmt: skip
-    for (script, title), scaled in product(pictures.BATCHED.items(), (False, True)):
-        suite, tenth, rate = (pictures.of_batches(script, scaled, x)
-                              for x in ("families", "hardest_tenth", "lr"))  # fmt: skip
-        steps = pictures.steps_to_reach(script, scaled)
-        times = pictures.time_to_reach(script, scaled)
-        for n in [*suite][scaled:]:
-            less = signed(*pictures.gain(suite[n], suite[32])) if n > 32 else ""
+    for script, title in pictures.BATCHED.items():
+        suite, rate = (pictures.of_batches(script, True, x) for x in ("families", "lr"))
+        steps, times = pictures.steps_to_reach(script), pictures.time_to_reach(script)
+        for n, found in suite.items():
+            less = signed(*pictures.gain(found, suite[32])) if n > 32 else ""
             spent = [times.get(x, {}).get(n, np.nan) for x in machines]
-            yield (title, n, show(rate[n][0], digits=4), len(suite[n]),
-                   show(*pictures.interval(suite[n])), less, show(tenth[n].mean()),
+            yield (title, n, show(rate[n][0], digits=4), len(found),
+                   show(*pictures.interval(found)), less,
                    "never" if np.isnan(steps[n]) else show(steps[n], digits=1),
                    *("" if np.isnan(x) else show(x, digits=2) for x in spent))  # fmt: skip
 
