@@ -4,7 +4,7 @@ A level sets the gravity, the masses of cart and pole, the pole's half length, t
 and the start of the episode. The agent sees cart and pole, but not the physics. Each step gives
 1 / max_steps. As in CartPole-v1, 475 of 500 steps count as solved: a return of at least 0.95.
 
-    pip install "gymnax>=1.0"
+    pip install "gymnax>=1.0"    # asks for jax<0.12
     cp examples/cartpole.py .
     patch -o cartpole_plr.py plr.py examples/cartpole.diff    # also dr.py, accel.py, sfl.py
     python cartpole_plr.py --rnn gru --hidden-size 32 --lr 2e-3 --anneal-lr --num-minibatches 2 \\

@@ -5,7 +5,7 @@ achievement gives 1 and a point of health 0.1, so a return is the number of achi
 0.9. An episode is solved if its return is at least 6, of 22. Only episodes that end within
 num_steps (256) count in a level's score, so max_steps is 250, and not 10,000 as in Craftax.
 
-    pip install "craftax>=1.6"
+    pip install "craftax>=1.6"    # its gymnax asks for jax<0.12
     cp examples/craftax.py craftax_levels.py    # craftax is the package's name
     patch -o craftax_accel.py accel.py examples/craftax.diff    # also dr.py, plr.py, sfl.py
     python craftax_accel.py --rnn gru --hidden-size 64 --lr 1e-3 --gamma 0.99 --ent-coef 0.01 \\

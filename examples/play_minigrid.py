@@ -1,4 +1,7 @@
-"""A trained agent plays gymnasium's MiniGrid: python examples/play_minigrid.py runs/plr-1 --show
+"""A trained agent plays gymnasium's MiniGrid.
+
+    pip install minigrid
+    python examples/play_minigrid.py runs/plr-1 --show
 
 The agent sees what it saw in training: MiniGrid's image of 5 x 5 cells, behind walls only if it did
 there. The one in benchmarks/results/agent, which did, solves 0.85 of 100 FourRooms, but no
@@ -18,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import evaluate
 from amaze import Observation
 
-parser = argparse.ArgumentParser(description=__doc__)
+form = argparse.RawDescriptionHelpFormatter
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
 parser.add_argument("run", help="a run's folder")
 parser.add_argument("--env", default="MiniGrid-FourRooms-v0", help="a task with a goal to reach")
 parser.add_argument("--episodes", type=int, default=100)
