@@ -774,6 +774,8 @@ def make_rows(config):
         with suppress(ValueError):
             grid[name] = read_values(text)
         demand(grid.get(name), config, "sweep", f"{name}=0.1,0.2 or {name}=log:0.01:0.1:8")
+        distinct = len({f"{x:.6g}" for x in grid[name]}) == len(grid[name])
+        demand(distinct, config, "sweep", f"values of {name} that differ in their first six digits")
     points = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
     for point in points:
         make_train(replace(config, **point))
@@ -903,6 +905,7 @@ def load_checkpoint(config, state):
         last["state"] = serialization.from_state_dict(state, last["state"])
     fits = jax.tree.map(jnp.shape, last["state"]) == jax.tree.map(jnp.shape, state)
     demand(fits, config, "out", "a run by this code: the state there has other fields or shapes")
+    demand(config.num_updates >= last["cycles"], config, "num_updates", f"{last['cycles']} or more")
     return last
 
 
@@ -948,6 +951,8 @@ def write_log(log, config, rows, metrics, cycle, seconds):
         lines.append(line)
     log.seek(0)
     columns = next(csv.reader(log), None)  # those of a resumed run
+    known = columns is None or lines[0].keys() <= {*columns}
+    demand(known, config, "out", "a run by this code: logs.csv there lacks a metric's column")
     writer = csv.DictWriter(log, columns or lines[0])
     if columns is None:
         writer.writeheader()
@@ -980,12 +985,15 @@ def draw(folder, levels, cycle, rows):
 
 def start_trackers(config, rows, folder):
     """Start a run of wandb or trackio for each row, in one group."""
-    tracker = importlib.import_module(config.track)
     about = {"project": os.environ.get("WANDB_PROJECT", SCRIPT), "group": folder.name}
     if config.track == "wandb":
         about |= {"reinit": "create_new", "dir": folder}
     configs = {f"{folder.name}-{i}": asdict(config) | row for i, row in enumerate(rows)}
-    return [tracker.init(name=name, config=x, **about) for name, x in configs.items()]
+    try:
+        start = importlib.import_module(config.track).init
+        return [start(name=name, config=x, **about) for name, x in configs.items()]
+    except Exception as error:  # not installed, or no key, or no network
+        demand(False, config, "track", f"able to start: {error!r:.200}")
 
 
 @contextmanager
@@ -1032,12 +1040,12 @@ def run(config):
         if quiet:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
         last = load_checkpoint(config, state)  # under the lock
-        cycle, seconds, stopped, shown = last.get("cycles", 0), last.get("seconds", 0.0), 0, {}
-        log.truncate(min(last.get("log_bytes", 0), os.path.getsize(log.name)))
-        write(folder / "config.json", lambda file: file.write(to_json(config).encode()))
         trackers = start_trackers(config, rows, folder) if config.track and not quiet else []
         for tracker in trackers:
             stack.callback(spare("track")(tracker.finish))
+        cycle, seconds, stopped, shown = last.get("cycles", 0), last.get("seconds", 0.0), 0, {}
+        log.truncate(min(last.get("log_bytes", 0), os.path.getsize(log.name)))
+        write(folder / "config.json", lambda file: file.write(to_json(config).encode()))
         if not quiet:
             where = f"{len(devices)} x {devices[0].device_kind}, dealt by {shard}"
             print(f"{folder}: {len(rows)} training(s) on {where}; compiling ...", flush=True)
@@ -1137,9 +1145,9 @@ def main():
         run(config)
     except KeyboardInterrupt as stop:
         sys.exit(stop.args[0])
-    except (BadConfig, ImportError, FloatingPointError, OSError) as error:
+    except (BadConfig, FloatingPointError, OSError) as error:
         print(f"{SCRIPT}: error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, BadConfig | ImportError) else 1)
+        sys.exit(2 if isinstance(error, BadConfig) else 1)
 
 
 if __name__ == "__main__":

@@ -164,6 +164,23 @@ def test_a_tracker_that_raises(whole, toys, tmp_path, monkeypatch, no_pictures, 
     assert_equal(tmp_path / "run", whole)
 
 
+def test_a_tracker_that_cannot_start(toys, run, monkeypatch):
+    """Before a resumed run's log is cut and its config.json written anew."""
+
+    def init(**_):
+        raise RuntimeError("no key")
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    line = refused(toys, run, "--resume", "--num-updates", 400, "--track", "trackio")
+    assert line.endswith("track = 'trackio': must be able to start: RuntimeError('no key')")
+
+
+def test_a_run_does_not_get_shorter(toys, run):
+    line = refused(toys, run, "--resume", "--num-updates", 1)
+    assert "num_updates = 1: must be " in line
+    assert line.endswith(" or more")
+
+
 @pytest.mark.parametrize("setting", ["text.usetex: True", "image.origin: lower", "no LaTeX"])
 def test_pictures_do_not_depend_on_matplotlibrc(whole, toys, run, monkeypatch, setting):
     """If drawing fails all the same, a line says so, and the run goes on."""

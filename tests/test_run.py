@@ -152,7 +152,7 @@ def test_columns_of_a_resumed_run(tmp_path):
         write("grad_updates", "rollouts", "a", "b")
         write("grad_updates", "rollouts", "b")
         assert [(row["a"], row["b"]) for row in table(tmp_path)] == [("1", "1"), ("", "1")]
-        with pytest.raises(ValueError, match="c"):
+        with pytest.raises(dr.BadConfig, match="logs.csv there lacks a metric's column"):
             write("grad_updates", "rollouts", "a", "b", "c")
 
 
@@ -241,6 +241,7 @@ def test_bad_values(main, tmp_path, args):
     "--num-minibatches 3": "must be a divisor of 8",
     "--sweep num_envs=16,32": "lr, gamma",
     "--sweep lr=1e-3 --sweep lr=1e-4": "each NAME once",
+    "--sweep lr=0.1,0.2,0.10000001": "values of lr that differ in their first six digits",
     "--sweep gamma=0.9 --sweep lr=0.1,fast": "lr=log:0.01:0.1:8",
     "--sweep gamma=0.9,1.5": "gamma = 1.5: must be from 0 to 1",
     "--seeds 3 --devices 1 --seeds-at-once 2": "seeds_at_once = 2: must be a divisor of 3",
