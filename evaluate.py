@@ -718,8 +718,9 @@ def plot_sweep(points, column, scores, summary):
 def demand_playable(run, args):
     """Raise BadConfig if the page, which has amaze.py and dr.py's network, would play otherwise."""
     must = f"must be a network of dr.py's, rnn = {', '.join(CORES)}"
-    network = {k: run.config.get(k) for k in ("rnn", "hidden_size", "s5_layers", "s5_norm")}
-    fits = run.env is amaze and network["rnn"] in CORES
+    settings = "rnn", "hidden_size", "s5_layers", "s5_norm"  # a copy may have fewer
+    network = {k: run.config[k] for k in settings if k in run.config}
+    fits = run.env is amaze and network.get("rnn") in CORES
     if fits:
         ours = dr.make_train(dr.Config(**network))
         expected = jax.eval_shape(ours.init, jax.random.key(0)).student.params

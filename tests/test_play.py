@@ -310,18 +310,21 @@ def test_solve_rates_are_evaluates(tmp_path, js):
     filled = data(evaluate.page([run], mazes, "<f4"))
     found = js("""Object.values(filled.mazes).map(([text], k) => {
         const maze = maze_from_text(text), network = actor_critic(filled.agents[0]);
-        let seen;
-        for (const record of tries(network, maze, 200, make_rng(k))) seen = record;
+        let seen, pauses = 0;
+        for (const record of tries(network, maze, 200, make_rng(k))) seen = record, pauses++;
         const {episodes, solved, steps, visits} = seen, entered = visits.reduce((x, y) => x + y);
-        return [episodes, solved, steps, entered, visits[cell(maze.level, maze.level.goal_pos)]];
+        const ends = visits[cell(maze.level, maze.level.goal_pos)];
+        return [episodes, solved, steps, entered, ends, pauses];
     })""", filled=filled)  # fmt: skip
     rates = (returns[0] > 0).mean(1)
     assert (rates > 0.1).sum() > 1, rates
     assert (rates < 0.9).sum() > 1, rates  # else little was compared
-    for rate, length, (episodes, solved, steps, entered, ends) in zip(rates, lengths[0], found):
+    for rate, length, record in zip(rates, lengths[0], found):
+        episodes, solved, steps, entered, ends, pauses = record
         pooled = (rate + solved / 200) / 2
         assert episodes == 200
         assert ends == solved < entered < steps
+        assert pauses == steps // 50
         assert abs(rate - solved / 200) < 4 * np.sqrt(2 * pooled * (1 - pooled) / 200) + 1e-9
         assert abs(length.mean() - steps / 200) < 4 * length.std() * np.sqrt(2 / 200)
 
@@ -432,6 +435,9 @@ def test_a_copy_that_plays_otherwise_is_refused(lie, trained, tmp_path, capsys, 
 def test_a_network_with_other_parts_is_refused(name, tmp_path):
     run = as_run(tmp_path / "run", name)
     evaluate.demand_playable(run, evaluate.Arguments())
+    fewer = {k: x for k, x in run.config.items() if not k.startswith("s5_")}  # a copy's
+    if not name.startswith("s5"):
+        evaluate.demand_playable(run._replace(config=fewer), evaluate.Arguments())
     parts = run.params["params"]
     others = {"core": {"Attention_0": {"kernel": np.zeros((1, 2, 2))}}}, {"Dense_4": parts["conv"]}
     lies = [*(parts | other for other in others), {k: parts[k] for k in parts if k != "conv"}]
@@ -527,6 +533,15 @@ def test_a_visitor(browser):
     walls = "return [...maze.level.wall_map.keys()].filter(k => maze.level.wall_map[k])"
     wall = [*range(4 * 13 + 2, 4 * 13 + 9), *(13 * y + 8 for y in (5, 6, 7))]
     assert run(walls) == wall
+    for other in ({"isPrimary": False}, {"isPrimary": True, "button": 2}):
+        run(
+            """const {left, top} = board.getBoundingClientRect();
+            const at = {clientX: left + 90, clientY: top + 90, pointerId: 1, ...arguments[0]};
+            for (const what of ["pointerdown", "pointermove", "pointerup"])
+                board.dispatchEvent(new PointerEvent(what, at));""",
+            other,
+        )
+        assert run(walls) == wall  # a second finger, the right button
     drag(driver, (8, 4))  # one cell erased again
     assert run(walls) == [k for k in wall if k != 4 * 13 + 8]
     drag(driver, run("return maze.level.goal_pos"), (12, 12))
