@@ -468,6 +468,9 @@ LADDER = {  # a change from the published settings of DR to those of --fast: its
     "norm": ("gradient norm 1.5, not 0.5", "--max-grad-norm 1.5"),
     "averaging": ("averaged parameters", "--polyak-averaging"),
 }
+FURTHER = {  # what --fast of other scripts also has
+    "entropy": "--ent-coef 1e-2", "walls": "--n-walls 90",
+    "solvable": "--solvable-only"}  # fmt: skip
 
 
 def ladder(part, column):

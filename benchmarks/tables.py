@@ -362,6 +362,21 @@ def ladder():
         before = found
 
 
+def more():
+    minus = "minus `--fast`"
+    yield ("`--fast` and", "seeds", "`families`", minus, "dcd's mazes", minus, "hardest tenth")
+    fast, further = (
+        {column: pictures.ladder(part, column) for column in ("families", "dcd", "hardest_tenth")}
+        for part in ("step", "more"))  # fmt: skip
+    for change in further["families"]:
+        cells = [f"`{pictures.FURTHER[change]}`", len(further["families"][change])]
+        for suite in ("families", "dcd"):
+            found = further[suite][change]
+            cells += [show(*pictures.interval(found))]
+            cells += [signed(*pictures.gain(found, [*fast[suite].values()][-1]))]
+        yield *cells, show(further["hardest_tenth"][change].mean())
+
+
 def peers():
     minus = "minus the peer's", "mean of six tests, minus the peer's"
     yield ("1,000 PPO updates", "seeds", "return on random levels", *minus, "dcd's mazes", *minus,
@@ -423,7 +438,7 @@ def gpu():
 
 TABLES = {f.__name__: f for f in (
     readme, methods, length, quick, regret, rates, paired, estimates, optimistic,
-    lacks, memory, sharded, batch, ladder, peers, published, speed, dcd, gpu)}  # fmt: skip
+    lacks, memory, sharded, batch, ladder, more, peers, published, speed, dcd, gpu)}  # fmt: skip
 
 
 def markdown(rows):

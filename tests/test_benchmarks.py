@@ -387,6 +387,9 @@ def test_the_ladder_leads_from_the_published_settings_to_fast():
     for row in parts["without"]:
         others = [x for name, x in flags.items() if name != row["change"]]
         assert read_flags(row["flags"]) == read_flags(" ".join(others))
+    for row in parts["more"]:
+        flag = pictures.FURTHER[row["change"]]
+        assert read_flags(row["flags"]) == read_flags(f"--fast {flag}") != read_flags("--fast")
 
 
 def test_differences_on_the_hardest_levels_have_an_interval(monkeypatch):
