@@ -114,7 +114,7 @@ class Config:
 FAST = Config(  # ten to fifteen minutes on one core of a CPU
     lr=2e-3, anneal_lr=True, num_updates=4_700, update_epochs=2, num_minibatches=2,
     bptt_horizon=64, gamma=0.999, vf_coef=2.0, clip_vloss=False, max_grad_norm=1.5,
-    polyak_averaging=True, hidden_size=64)  # fmt: skip
+    polyak_averaging=True, hidden_size=64, solvable_only=True)  # fmt: skip
 PRESETS = {"--fast": FAST}  # flag: its preset; other flags then override single fields
 
 
@@ -271,7 +271,9 @@ def make_train(config, devices=1):
         draw = lambda rng: amaze.sample_level(rng, config.n_walls, config.height, config.width)
         if config.solvable_only:
             draw = partial(amaze.sample_solvable, sample=draw)
-        levels = jax.vmap(draw)(jax.random.split(rng, math.prod(shape)))
+        rngs = jax.random.split(rng, math.prod(shape))
+        in_blocks = config.solvable_only and not on_gpu()  # a block redraws until all are solvable
+        levels = jax.lax.map(draw, rngs, batch_size=8) if in_blocks else jax.vmap(draw)(rngs)
         return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), levels)
 
     def act(params, carry, obs, is_first, noise):

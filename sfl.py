@@ -335,7 +335,9 @@ def make_train(config, devices=1):
         draw = lambda rng: amaze.sample_level(rng, config.n_walls, config.height, config.width)
         if config.solvable_only:
             draw = partial(amaze.sample_solvable, sample=draw)
-        levels = jax.vmap(draw)(jax.random.split(rng, math.prod(shape)))
+        rngs = jax.random.split(rng, math.prod(shape))
+        in_blocks = config.solvable_only and not on_gpu()  # a block redraws until all are solvable
+        levels = jax.lax.map(draw, rngs, batch_size=8) if in_blocks else jax.vmap(draw)(rngs)
         return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), levels)
 
     def act(params, carry, obs, is_first, noise):

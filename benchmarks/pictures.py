@@ -188,8 +188,8 @@ def draw_approximations():
 
 
 def draw_averaging():
-    runs = {"accel": "ACCEL", "sfl": "SFL", "plr": "PLR", "dr": "DR", "paired": "PAIRED",
-            "plr_3300": "PLR, 5 min,\nconstant rate"}  # fmt: skip
+    runs = {"accel": "ACCEL", "sfl": "SFL", "plr": "PLR", "dr_all": "DR, all levels",
+            "paired": "PAIRED", "plr_3300": "PLR, 5 min,\nconstant rate"}  # fmt: skip
     figure, [axis] = new(5)
     seeds = {title: [averaging(x, s) for x in runs] for s, title in SUITES.items()}
     series = {title: [interval(x) for x in each] for title, each in seeds.items()}
@@ -467,10 +467,11 @@ LADDER = {  # a change from the published settings of DR to those of --fast: its
     "value": ("value loss: weight 2, no\nclipping, not 0.5", "--vf-coef 2 --no-clip-vloss"),
     "norm": ("gradient norm 1.5, not 0.5", "--max-grad-norm 1.5"),
     "averaging": ("averaged parameters", "--polyak-averaging"),
+    "solvable": ("only levels that have\na solution", "--solvable-only"),
 }
 FURTHER = {  # what --fast of other scripts also has
-    "entropy": "--ent-coef 1e-2", "walls": "--n-walls 90",
-    "solvable": "--solvable-only"}  # fmt: skip
+    "entropy": "--no-solvable-only --ent-coef 1e-2", "walls": "--no-solvable-only --n-walls 90",
+    "both": "--n-walls 90"}  # fmt: skip
 
 
 def ladder(part, column):

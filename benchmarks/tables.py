@@ -23,6 +23,7 @@ SPEED = HERE / "figures" / "speed.md"
 PAGES = HERE.parent / "README.md", HERE / "RESULTS.md"
 UNPUBLISHED = {f"{x}_{score}": f"{TITLES[x]}, {word}" for score, word in (
     ("optimistic", "optimistic"), ("oracle", "true regret")) for x in ("plr", "accel")}  # fmt: skip
+ALL_LEVELS = {"dr_all": "DR, all levels"}  # also those without a solution, as published
 
 
 # --- cells
@@ -141,10 +142,10 @@ def training_minutes(folder, name):
 
 def readme():
     yield "method", "minutes", "dcd's mazes", "`families`", "hardest tenth of random levels"
-    titles = TITLES | {"plr_optimistic": "robust PLR, `--score optimistic_max_mc`",
+    titles = TITLES | ALL_LEVELS | {"plr_optimistic": "robust PLR, `--score optimistic_max_mc`",
                        "plr_quick": "the same score, `plr.py --quick`"}  # fmt: skip
-    for name in (*METHODS, "plr_optimistic", "plr_quick"):
-        minutes = f"{pictures.minutes(name):.0f}" if name in TITLES else ""
+    for name in (*METHODS, *ALL_LEVELS, "plr_optimistic", "plr_quick"):
+        minutes = f"{pictures.minutes(name):.0f}" if name in {**TITLES, **ALL_LEVELS} else ""
         yield titles[name], minutes, mean(name, "dcd"), mean(name, "families"), hardest(name)
     yield unlearned("left hand")
 
@@ -161,9 +162,9 @@ def methods():
            "dcd's files", "`families`", "hardest tenth", "hardest hundredth")  # fmt: skip
     means = (show(x, digits=2) for x in np.mean([*PUBLISHED.values()], axis=0))
     files = dict(zip(("accel", "plr", "dr"), means))
-    for name, title in {**{x: TITLES[x] for x in METHODS}, **UNPUBLISHED}.items():
+    for name, title in {**{x: TITLES[x] for x in METHODS}, **ALL_LEVELS, **UNPUBLISHED}.items():
         rates = of_seeds(name)
-        minutes = f"{pictures.minutes(name):.1f}" if name in TITLES else ""
+        minutes = f"{pictures.minutes(name):.1f}" if name not in UNPUBLISHED else ""
         yield (title, len(rates), minutes, mean(name, "dcd"),
                f"{rates.min():.2f} to {rates.max():.2f}", MEANS.get(name, ""), files.get(name, ""),
                mean(name, "families"), hardest(name), hardest(name, "worst 1%"))  # fmt: skip
@@ -223,7 +224,7 @@ def rates():
         "PLR, optimistic": ("plr_optimistic", "score=optimistic_max_mc lr=0.006", ""),
         "PLR, `max_mc`": ("plr", "score=max_mc lr=0.006", "mc"),
         "ACCEL, `max_mc`": ("accel", "score=max_mc lr=0.006", ""),
-        "DR": ("dr", "lr=0.006", ""),
+        "DR, all levels": ("dr_all", "lr=0.006", ""),
     }
     cycles = {"plr": "7500", "accel": "4800", "dr": "4700"}
     for title, (name, change, more) in runs.items():
@@ -344,11 +345,12 @@ def batch():
 
 def ladder():
     yield ("DR", "seeds", "updates", "`families`", "minus the line above", "dcd's mazes",
-           "hardest tenth", "`--fast` without it: `families`", "minus `--fast`")  # fmt: skip
+           "hardest tenth", "the last line but one without it: `families`",
+           "minus that line")  # fmt: skip
     steps = {column: pictures.ladder("step", column) for column in (
         "families", "dcd", "hardest_tenth", "num_updates")}  # fmt: skip
     without, before = pictures.ladder("without", "families"), None
-    fast = [*steps["families"].values()][-1]
+    fast = [*steps["families"].values()][-2]  # before `solvable`, of which `without` has nothing
     for change, found in steps["families"].items():
         cells = [f"+ `{pictures.LADDER[change][1]}`" if change else "published settings"]
         cells += [len(found), f"{steps['num_updates'][change][0]:.0f}"]
@@ -357,23 +359,26 @@ def ladder():
         cells += [show(*pictures.interval(steps["dcd"][change]))]
         cells += [show(steps["hardest_tenth"][change].mean())]
         alone = without.get(change)
-        cells += [show(alone.mean()), signed(*pictures.gain(alone, fast))] if change else ["", ""]
+        known = alone is not None
+        cells += [show(alone.mean()), signed(*pictures.gain(alone, fast))] if known else ["", ""]
         yield cells
         before = found
 
 
 def more():
-    minus = "minus `--fast`"
+    minus = "minus the same without"
     yield ("`--fast` and", "seeds", "`families`", minus, "dcd's mazes", minus, "hardest tenth")
     fast, further = (
         {column: pictures.ladder(part, column) for column in ("families", "dcd", "hardest_tenth")}
         for part in ("step", "more"))  # fmt: skip
     for change in further["families"]:
         cells = [f"`{pictures.FURTHER[change]}`", len(further["families"][change])]
+        all_levels = "--no-solvable-only" in pictures.FURTHER[change]
         for suite in ("families", "dcd"):
             found = further[suite][change]
             cells += [show(*pictures.interval(found))]
-            cells += [signed(*pictures.gain(found, [*fast[suite].values()][-1]))]
+            before = fast[suite]["gamma" if all_levels else "solvable"]
+            cells += [signed(*pictures.gain(found, before))]
         yield *cells, show(further["hardest_tenth"][change].mean())
 
 
@@ -429,10 +434,11 @@ def dcd():
 
 def gpu():
     yield "`--fast` on an H200", "trainings", "minutes", "dcd's mazes", "of them on a CPU"
-    for name in ("plr", "dr"):
-        found = trained_on_a_gpu(name, "dcd")
-        spent = training_minutes("h200_whole", f"{name} fast")
-        yield TITLES[name], 32, spent, show(*pictures.interval(found)), mean(name, "dcd")
+    for name, title in (("plr", TITLES["plr"]), *ALL_LEVELS.items()):
+        script = name.split("_")[0]
+        found = trained_on_a_gpu(script, "dcd")
+        spent = training_minutes("h200_whole", f"{script} fast")
+        yield title, 32, spent, show(*pictures.interval(found)), mean(name, "dcd")
     yield "ACCEL", 32, training_minutes("h200_lr", "accel fast, sweep"), "", ""
 
 
