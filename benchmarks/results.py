@@ -50,6 +50,7 @@ FAST |= {f"plr_{n}": f"{QUICK} {n}" for n in (1650, 3300)}
 for name in ("plr", "accel"):
     FAST[f"{name}_optimistic"] = f"{FAST[name]} --score optimistic_max_mc"
     FAST[f"{name}_oracle"] = f"{FAST[name]} --score oracle_regret"
+FAST["dr_as_plr"] = f"{FAST['dr']} --ent-coef 1e-2 --n-walls 90"
 FAST["dr_all"] = f"{FAST['dr']} --no-solvable-only"
 FAST["plr_quick"] = f"plr.py --quick --seed 200 {RATES}"
 FAST["plr_1650_optimistic"] = f"{FAST['plr_optimistic']} --lr 6e-3 --num-updates 1650"

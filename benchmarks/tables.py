@@ -23,7 +23,8 @@ SPEED = HERE / "figures" / "speed.md"
 PAGES = HERE.parent / "README.md", HERE / "RESULTS.md"
 UNPUBLISHED = {f"{x}_{score}": f"{TITLES[x]}, {word}" for score, word in (
     ("optimistic", "optimistic"), ("oracle", "true regret")) for x in ("plr", "accel")}  # fmt: skip
-ALL_LEVELS = {"dr_all": "DR, all levels"}  # also those without a solution, as published
+UNPUBLISHED = {"dr_as_plr": "DR, bonus and walls as PLR", **UNPUBLISHED}
+ALL_LEVELS = {"dr_all": "DR, all levels"}
 
 
 # --- cells
@@ -142,10 +143,11 @@ def training_minutes(folder, name):
 
 def readme():
     yield "method", "minutes", "dcd's mazes", "`families`", "hardest tenth of random levels"
-    titles = TITLES | {"dr_all": "DR, `--no-solvable-only`",
+    titles = TITLES | {"dr_as_plr": "DR, `--ent-coef 1e-2 --n-walls 90`",
+                       "dr_all": "DR, `--no-solvable-only`",
                        "plr_optimistic": "robust PLR, `--score optimistic_max_mc`",
                        "plr_quick": "the same score, `plr.py --quick`"}  # fmt: skip
-    for name in (*METHODS, *ALL_LEVELS, "plr_optimistic", "plr_quick"):
+    for name in (*METHODS, *ALL_LEVELS, "dr_as_plr", "plr_optimistic", "plr_quick"):
         minutes = "" if name in UNPUBLISHED else f"{pictures.minutes(name):.0f}"
         yield titles[name], minutes, mean(name, "dcd"), mean(name, "families"), hardest(name)
     yield unlearned("left hand")
@@ -435,7 +437,7 @@ def dcd():
 
 def gpu():
     yield "`--fast` on an H200", "trainings", "minutes", "dcd's mazes", "of them on a CPU"
-    for name, title in (("plr", TITLES["plr"]), *ALL_LEVELS.items()):
+    for name, title in {"plr": TITLES["plr"], **ALL_LEVELS}.items():
         script = name.split("_")[0]
         found = trained_on_a_gpu(script, "dcd")
         spent = training_minutes("h200_whole", f"{script} fast")
