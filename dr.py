@@ -113,8 +113,9 @@ class Config:
 
 FAST = Config(  # ten to fifteen minutes on one core of a CPU
     lr=2e-3, anneal_lr=True, num_updates=4_700, update_epochs=2, num_minibatches=2,
-    bptt_horizon=64, gamma=0.999, vf_coef=2.0, clip_vloss=False, max_grad_norm=1.5,
-    polyak_averaging=True, hidden_size=64, solvable_only=True)  # fmt: skip
+    bptt_horizon=64, ent_coef=1e-2, vf_coef=2.0, clip_vloss=False, max_grad_norm=1.5,
+    polyak_averaging=True, hidden_size=64, n_walls=90, solvable_only=True,
+    gamma=0.999)  # fmt: skip
 PRESETS = {"--fast": FAST}  # flag: its preset; other flags then override single fields
 
 
@@ -404,8 +405,11 @@ def make_train(config, devices=1):
 
     def choose_levels(rng):
         """N queues [N, Q] of random levels; trajectories start with the first level of a queue."""
-        following = 1 if config.auto_replay else max(config.num_steps // 4, 1)
-        return sample_levels(rng, config.num_envs, following)
+        if config.auto_replay:
+            return sample_levels(rng, config.num_envs, 1)
+        levels = sample_levels(rng, config.num_envs, max(config.num_steps // 8, 1))
+        # episodes are rarely that short: a queue ends with the levels of another one
+        return jax.tree.map(lambda x: jnp.concatenate([x, jnp.roll(x, 1, axis=0)], 1), levels)
 
     def cycle(state, _):
         rngs = jax.random.split(jax.random.fold_in(state.rng, state.cycles), 4)

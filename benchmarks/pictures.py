@@ -188,7 +188,7 @@ def draw_approximations():
 
 
 def draw_averaging():
-    runs = {"accel": "ACCEL", "sfl": "SFL", "plr": "PLR", "dr_all": "DR, all levels",
+    runs = {"accel": "ACCEL", "sfl": "SFL", "plr": "PLR", "dr_all": "DR, 60 walls,\nall levels",
             "paired": "PAIRED", "plr_3300": "PLR, 5 min,\nconstant rate"}  # fmt: skip
     figure, [axis] = new(5)
     seeds = {title: [averaging(x, s) for x in runs] for s, title in SUITES.items()}
@@ -468,15 +468,15 @@ LADDER = {  # a change from the published settings of DR to those of --fast: its
     "norm": ("gradient norm 1.5, not 0.5", "--max-grad-norm 1.5"),
     "averaging": ("averaged parameters", "--polyak-averaging"),
     "solvable": ("only levels that have\na solution", "--solvable-only"),
+    "walls": ("90 walls, not 60", "--n-walls 90"),
+    "entropy": ("entropy bonus 1e-2, not 1e-3", "--ent-coef 1e-2"),
 }
-FURTHER = {  # what --fast of other scripts also has
-    "entropy": "--no-solvable-only --ent-coef 1e-2", "walls": "--no-solvable-only --n-walls 90",
-    "both": "--n-walls 90"}  # fmt: skip
 
 
 def ladder(part, column):
     """{change: values [S]} of a column of search/ladder.csv: `step` has all changes until this one,
-    `without` all but this one, `more` all and this one, `hour` none, for an hour."""
+    `without` all but this one and the last three, `unsolvable` all but `solvable`, and of the last
+    two only this one."""
     found = {}
     for row in read(SEARCH / "ladder.csv"):
         if row["part"] == part:

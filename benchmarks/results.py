@@ -50,8 +50,9 @@ FAST |= {f"plr_{n}": f"{QUICK} {n}" for n in (1650, 3300)}
 for name in ("plr", "accel"):
     FAST[f"{name}_optimistic"] = f"{FAST[name]} --score optimistic_max_mc"
     FAST[f"{name}_oracle"] = f"{FAST[name]} --score oracle_regret"
-FAST["dr_as_plr"] = f"{FAST['dr']} --ent-coef 1e-2 --n-walls 90"
-FAST["dr_all"] = f"{FAST['dr']} --no-solvable-only"
+FAST["dr_auto_replay"] = f"{FAST['dr']} --auto-replay"
+FAST["dr_60"] = f"{FAST['dr']} --ent-coef 1e-3 --n-walls 60"
+FAST["dr_all"] = f"{FAST['dr_60']} --no-solvable-only"
 FAST["plr_quick"] = f"plr.py --quick --seed 200 {RATES}"
 FAST["plr_1650_optimistic"] = f"{FAST['plr_optimistic']} --lr 6e-3 --num-updates 1650"
 METHODS = {  # name: script and options; for S5 the published ones

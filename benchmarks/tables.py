@@ -23,8 +23,7 @@ SPEED = HERE / "figures" / "speed.md"
 PAGES = HERE.parent / "README.md", HERE / "RESULTS.md"
 UNPUBLISHED = {f"{x}_{score}": f"{TITLES[x]}, {word}" for score, word in (
     ("optimistic", "optimistic"), ("oracle", "true regret")) for x in ("plr", "accel")}  # fmt: skip
-UNPUBLISHED = {"dr_as_plr": "DR, bonus and walls as PLR", **UNPUBLISHED}
-ALL_LEVELS = {"dr_all": "DR, all levels"}
+OTHER_LEVELS = {"dr_60": "DR, 60 walls", "dr_all": "DR, 60 walls, all levels"}
 
 
 # --- cells
@@ -143,11 +142,10 @@ def training_minutes(folder, name):
 
 def readme():
     yield "method", "minutes", "dcd's mazes", "`families`", "hardest tenth of random levels"
-    titles = TITLES | {"dr_as_plr": "DR, `--ent-coef 1e-2 --n-walls 90`",
-                       "dr_all": "DR, `--no-solvable-only`",
+    titles = TITLES | {"dr_all": OTHER_LEVELS["dr_all"],
                        "plr_optimistic": "robust PLR, `--score optimistic_max_mc`",
                        "plr_quick": "the same score, `plr.py --quick`"}  # fmt: skip
-    for name in (*METHODS, *ALL_LEVELS, "dr_as_plr", "plr_optimistic", "plr_quick"):
+    for name in (*METHODS, "dr_all", "plr_optimistic", "plr_quick"):
         minutes = "" if name in UNPUBLISHED else f"{pictures.minutes(name):.0f}"
         yield titles[name], minutes, mean(name, "dcd"), mean(name, "families"), hardest(name)
     yield unlearned("left hand")
@@ -165,7 +163,7 @@ def methods():
            "dcd's files", "`families`", "hardest tenth", "hardest hundredth")  # fmt: skip
     means = (show(x, digits=2) for x in np.mean([*PUBLISHED.values()], axis=0))
     files = dict(zip(("accel", "plr", "dr"), means))
-    for name, title in {**{x: TITLES[x] for x in METHODS}, **ALL_LEVELS, **UNPUBLISHED}.items():
+    for name, title in {**{x: TITLES[x] for x in METHODS}, **OTHER_LEVELS, **UNPUBLISHED}.items():
         rates = of_seeds(name)
         minutes = f"{pictures.minutes(name):.1f}" if name not in UNPUBLISHED else ""
         yield (title, len(rates), minutes, mean(name, "dcd"),
@@ -227,7 +225,7 @@ def rates():
         "PLR, optimistic": ("plr_optimistic", "score=optimistic_max_mc lr=0.006", ""),
         "PLR, `max_mc`": ("plr", "score=max_mc lr=0.006", "mc"),
         "ACCEL, `max_mc`": ("accel", "score=max_mc lr=0.006", ""),
-        "DR, all levels": ("dr_all", "lr=0.006", ""),
+        OTHER_LEVELS["dr_all"]: ("dr_all", "lr=0.006", ""),
     }
     cycles = {"plr": "7500", "accel": "4800", "dr": "4700"}
     for title, (name, change, more) in runs.items():
@@ -348,12 +346,12 @@ def batch():
 
 def ladder():
     yield ("DR", "seeds", "updates", "`families`", "minus the line above", "dcd's mazes",
-           "hardest tenth", "the last line but one without it: `families`",
+           "hardest tenth", "the line of `--gamma` without it: `families`",
            "minus that line")  # fmt: skip
     steps = {column: pictures.ladder("step", column) for column in (
         "families", "dcd", "hardest_tenth", "num_updates")}  # fmt: skip
     without, before = pictures.ladder("without", "families"), None
-    fast = [*steps["families"].values()][-2]  # before `solvable`, of which `without` has nothing
+    last = steps["families"]["gamma"]  # of the later changes `without` has nothing
     for change, found in steps["families"].items():
         cells = [f"+ `{pictures.LADDER[change][1]}`" if change else "published settings"]
         cells += [len(found), f"{steps['num_updates'][change][0]:.0f}"]
@@ -363,26 +361,9 @@ def ladder():
         cells += [show(steps["hardest_tenth"][change].mean())]
         alone = without.get(change)
         known = alone is not None
-        cells += [show(alone.mean()), signed(*pictures.gain(alone, fast))] if known else ["", ""]
+        cells += [show(alone.mean()), signed(*pictures.gain(alone, last))] if known else ["", ""]
         yield cells
         before = found
-
-
-def more():
-    minus = "minus the same without"
-    yield ("`--fast` and", "seeds", "`families`", minus, "dcd's mazes", minus, "hardest tenth")
-    fast, further = (
-        {column: pictures.ladder(part, column) for column in ("families", "dcd", "hardest_tenth")}
-        for part in ("step", "more"))  # fmt: skip
-    for change in further["families"]:
-        cells = [f"`{pictures.FURTHER[change]}`", len(further["families"][change])]
-        all_levels = "--no-solvable-only" in pictures.FURTHER[change]
-        for suite in ("families", "dcd"):
-            found = further[suite][change]
-            cells += [show(*pictures.interval(found))]
-            before = fast[suite]["gamma" if all_levels else "solvable"]
-            cells += [signed(*pictures.gain(found, before))]
-        yield *cells, show(further["hardest_tenth"][change].mean())
 
 
 def peers():
@@ -437,7 +418,7 @@ def dcd():
 
 def gpu():
     yield "`--fast` on an H200", "trainings", "minutes", "dcd's mazes", "of them on a CPU"
-    for name, title in {"plr": TITLES["plr"], **ALL_LEVELS}.items():
+    for name, title in {"plr": TITLES["plr"], "dr_all": OTHER_LEVELS["dr_all"]}.items():
         script = name.split("_")[0]
         found = trained_on_a_gpu(script, "dcd")
         spent = training_minutes("h200_whole", f"{script} fast")
@@ -447,7 +428,7 @@ def gpu():
 
 TABLES = {f.__name__: f for f in (
     readme, methods, length, quick, regret, rates, paired, estimates, optimistic,
-    lacks, memory, sharded, batch, ladder, more, peers, published, speed, dcd, gpu)}  # fmt: skip
+    lacks, memory, sharded, batch, ladder, peers, published, speed, dcd, gpu)}  # fmt: skip
 
 
 def markdown(rows):

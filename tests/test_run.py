@@ -555,6 +555,7 @@ def test_a_new_float_and_another_generator(tmp, train):
 def make_train("""
     changes = {
         field: "    noise: float = 1.0  # of the student's actions\n", check: "",
+        " n_walls=90,": "",
         f"memory, {act}noise)": f"memory, {act}noise * config.noise)",
         "amaze.sample_level(rng, config.n_walls, config.height, config.width)":
             "dotted(rng, config)", "def make_train(": generator}  # fmt: skip
