@@ -23,6 +23,7 @@ SPEED = HERE / "figures" / "speed.md"
 PAGES = HERE.parent / "README.md", HERE / "RESULTS.md"
 UNPUBLISHED = {f"{x}_{score}": f"{TITLES[x]}, {word}" for score, word in (
     ("optimistic", "optimistic"), ("oracle", "true regret")) for x in ("plr", "accel")}  # fmt: skip
+UNPUBLISHED = {"dr_auto_replay": "DR, levels repeated", **UNPUBLISHED}
 OTHER_LEVELS = {"dr_60": "DR, 60 walls", "dr_all": "DR, 60 walls, all levels"}
 
 
@@ -142,10 +143,11 @@ def training_minutes(folder, name):
 
 def readme():
     yield "method", "minutes", "dcd's mazes", "`families`", "hardest tenth of random levels"
-    titles = TITLES | {"dr_all": OTHER_LEVELS["dr_all"],
+    titles = TITLES | {"dr_auto_replay": "DR, `--auto-replay`",
+                       "dr_all": OTHER_LEVELS["dr_all"],
                        "plr_optimistic": "robust PLR, `--score optimistic_max_mc`",
                        "plr_quick": "the same score, `plr.py --quick`"}  # fmt: skip
-    for name in (*METHODS, "dr_all", "plr_optimistic", "plr_quick"):
+    for name in (*METHODS, "dr_auto_replay", "dr_all", "plr_optimistic", "plr_quick"):
         minutes = "" if name in UNPUBLISHED else f"{pictures.minutes(name):.0f}"
         yield titles[name], minutes, mean(name, "dcd"), mean(name, "families"), hardest(name)
     yield unlearned("left hand")
