@@ -22,7 +22,7 @@ read = lambda name: (ROOT / "examples" / name).read_text()
 TARGETS = {  # diff: the scripts that it is meant for
     "attention": "dr plr accel paired sfl", "rows": "dr plr accel sfl", "ncc": "plr",
     "cartpole": "dr plr accel sfl", "craftax": "dr plr accel sfl", "navix": "dr plr accel sfl",
-    "memory": "dr plr accel sfl", "sharded": "plr accel",
+    "memory": "dr plr accel sfl", "sharded": "plr accel", "next_level": "plr accel",
     "cartpole_paired": "paired", "traced": "plr", "value_disagreement": "plr accel"}  # fmt: skip
 STUDENT, LEVELS, REPLAY, TRACED, DISAGREEMENT = (
     "attention", "rows", "ncc", "traced", "value_disagreement")  # fmt: skip
@@ -97,6 +97,52 @@ def test_another_student(tmp_path):
     assert np.flatnonzero(~same[:, 0]).tolist() == list(range(4, 12))
     assert np.flatnonzero(~same[:, 1]).tolist() == [4]
     assert "entropy" in cycle(module, rnn=module.Config().rnn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, changes", [
+    ("plr", {}), ("plr", dict(parallel=True, num_evals=2)), ("accel", dict(num_edits=0)),
+])  # fmt: skip
+def test_the_next_level_begins(name, changes, tmp_path):
+    """After a replayed level another one of the cycle; each is scored by all of its episodes."""
+    path = hack("next_level", tmp_path, name)
+    line = "        entries, slot = score(state, levels, mutations, batch, last_value, owner)\n"
+    keep = "        jax.debug.callback(print, replayed, levels, batch, owner)\n"
+    path.write_text(path.read_text().replace(line, keep + line + "        KEEP(entries)\n"))
+    module, seen = load(path), []
+    module.print = lambda *x: seen.append(jax.tree.map(np.asarray, x))
+    scored = []
+    module.KEEP = lambda entries: jax.debug.callback(scored.append, entries)
+    sizes = dict(max_steps=6, num_steps=24, replay_prob=0.5, see_through_walls=False)
+    train = module.make_train(config(module, **sizes, **changes))
+    update = jax.jit(train.update, static_argnums=1)
+    jax.block_until_ready(update(train.init(jax.random.key(0)), 12))
+    E = changes.get("num_evals", 1)
+    reset = jax.jit(lambda level: amaze.reset(level, 6, see_through_walls=False)[0])
+    shared = 0
+    for (replayed, levels, batch, owner), entries in zip(seen, scored):
+        N, first, best = len(replayed), np.flatnonzero(replayed), {}
+        for b in range(N * E):
+            turn, value, total = 0, [], 0.0
+            for t in range(24):
+                level = b // E
+                if replayed[level]:
+                    level = first[(list(first).index(level) + turn) % len(first)]
+                    shared += turn > 0
+                assert owner[t, b] == level
+                if batch.is_first[t, b]:
+                    obs = reset(jax.tree.map(lambda x: x[level], levels))
+                    assert all((x[t, b] == y).all() for x, y in zip(batch.obs, obs))
+                value, total = [*value, batch.value[t, b]], total + batch.reward[t, b]
+                if batch.done[t, b]:
+                    best.setdefault(level, []).append((total, np.mean(value)))
+                    turn, value, total = turn + 1, [], 0.0
+        for level, episodes in best.items():
+            r_max = max(entries.max_return[level], max(r for r, _ in episodes))
+            assert entries.max_return[level] == pytest.approx(r_max)
+            score = np.mean([r_max - value for _, value in episodes])
+            assert entries.score[level] == pytest.approx(score, abs=1e-5)
+    assert shared > 20
 
 
 def test_a_new_level_generator(tmp_path):
