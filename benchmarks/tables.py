@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import pictures  # noqa: E402
 from pictures import METHODS, RESULTS, SEARCH, of_seeds  # noqa: E402
-from results import MEANS, PUBLISHED, TITLES, read, scores  # noqa: E402
+from results import MEANS, PUBLISHED, SUITES, TITLES, read, scores  # noqa: E402
 
 SPEED = HERE / "figures" / "speed.md"
 PAGES = HERE.parent / "README.md", HERE / "RESULTS.md"
@@ -207,6 +207,25 @@ def quick():
     found = of_seeds(before, "families")
     yield ("32 levels, other seeds", len(found), show(found.mean()), hardest(before),
            signed(*pictures.gain(found, chosen)))  # fmt: skip
+
+
+def next_level():
+    yield ("training", "after an episode", "seeds", "dcd's mazes", "`families`", "hardest tenth",
+           "hardest hundredth")  # fmt: skip
+    again, titles = "the same level again", {"dr": "DR, 900 updates", "plr_3300":
+        "PLR, 3,300 cycles at a constant rate", "plr_quick": "PLR, `--quick`"}  # fmt: skip
+    runs = {}
+    for row in read(SEARCH / "next_level.csv"):
+        runs.setdefault((row["training"], row["after_an_episode"]), []).append(row)
+    for (training, then), rows in runs.items():
+        title = titles[training]
+        if training != "dr":
+            rates = (mean(training, x) for x in SUITES)
+            worst = (hardest(training, share) for share in ("worst 10%", "worst 1%"))
+            yield title, again, len(of_seeds(training)), *rates, *worst
+        column = lambda x, rows=rows: np.array([float(row[x]) for row in rows])
+        yield (title, then, len(rows), *(show(*pictures.interval(column(x))) for x in SUITES),
+               *(show(column(f"hardest_{x}").mean()) for x in ("tenth", "hundredth")))  # fmt: skip
 
 
 def regret():
@@ -429,7 +448,7 @@ def gpu():
 
 
 TABLES = {f.__name__: f for f in (
-    readme, methods, length, quick, regret, rates, paired, estimates, optimistic,
+    readme, methods, next_level, length, quick, regret, rates, paired, estimates, optimistic,
     lacks, memory, sharded, batch, ladder, peers, published, speed, dcd, gpu)}  # fmt: skip
 
 
