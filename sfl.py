@@ -874,7 +874,7 @@ def draw(folder, levels, cycle, rows):
             for i, row in enumerate(rows):
                 lines = [line for line in table[i :: len(rows)] if line[name]]
                 x, y = ([float(line[k]) for line in lines] for k in ("env_steps", name))
-                axis.plot(x, y, label=str(row) if i < 12 else None)
+                axis.plot(x, y, label=str(row)[1:-1].replace("'", "") if i < 12 else None)
             axis.set(xlabel="env steps", title=name, ylim=(0, 1))
             axis.legend(fontsize="small")
         write(folder / "curves.png", partial(figure.savefig, format="png"))

@@ -521,7 +521,7 @@ def test_curves_of_a_sweep(toys, tmp_path, monkeypatch):
             np.testing.assert_allclose(line.get_ydata(), values)
         assert len(axis.lines) == 2
     assert [x.get_text() for x in axes[0].get_legend().get_texts()] == [
-        "{'seed': 0, 'lr': 0.1}", "{'seed': 0, 'lr': 0.2}"]  # fmt: skip
+        "seed: 0, lr: 0.1", "seed: 0, lr: 0.2"]  # fmt: skip
 
 
 @pytest.mark.slow
